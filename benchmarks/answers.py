@@ -39,7 +39,6 @@ def speed(name: str) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-    from finetune.data import python_docs
     from finetune.inference.answer_settings import Settings
     from finetune.inference.generation import answers
     from finetune.model.source.locate import BUILTIN_BASE, locate
@@ -55,7 +54,7 @@ def speed(name: str) -> dict[str, Any]:
             vocab_size=len(tokenizer), hidden_size=512, intermediate_size=1536, num_hidden_layers=10,
             num_attention_heads=8, num_key_value_heads=4,
         ))  # fmt: skip
-    text = "\n\n".join(python_docs.documents("eval"))
+    text = "\n\n".join(harness.documents()["eval"])
     prompts = [tokenizer(text[at * 90 : at * 90 + 20 + at * 37 % 160])["input_ids"] for at in range(PROMPTS)]
     found: dict[int, Any] = {}
     seconds = {}

@@ -25,7 +25,6 @@ import torch
 
 sys.path.insert(0, str(harness.ROOT))
 
-from finetune.data import python_docs
 from finetune.errors import ArtifactError
 from finetune.export.gguf import gguf_export, gguf_model, llama_cpp
 from finetune.model.source import chat_template, gguf_families
@@ -60,8 +59,8 @@ _GEMMA = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"
 @functools.cache
 def texts() -> list[str]:
     """100,000 characters of docstrings, what tokenizers and models are trained on, and as the last 10,000 held out."""
-    splits: tuple[tuple[python_docs.Split, int], ...] = (("train", 100_000), ("eval", 10_000))
-    return ["\n\n".join(python_docs.documents(split))[:size] for split, size in splits]
+    documents = harness.documents()
+    return ["\n\n".join(documents[split])[:size] for split, size in (("train", 100_000), ("eval", 10_000))]
 
 
 # -- tokenizers -------------------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from transformers import AutoModelForCausalLM
 
 from finetune.config import ModelSection
-from finetune.data import python_docs
 from finetune.model.source.locate import BUILTIN_BASE, locate
 from finetune.model.source.tokenizer import load_tokenizer
 
@@ -76,7 +76,7 @@ def _grown(small: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
 
 def train(model: Any, tokenizer: Any, steps: int) -> None:
     """Train all weights on docstrings."""
-    text = "\n\n".join(python_docs.documents("train"))[: 40 * steps * ROWS * TOKENS]
+    text = "\n\n".join(harness.documents()["train"])[: 40 * steps * ROWS * TOKENS]
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
     for step in range(steps):

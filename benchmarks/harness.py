@@ -140,6 +140,11 @@ def _children_cpu_seconds() -> float:
 # -- what a job is made of ---------------------------------------------------------------------------------------------
 
 
+def documents() -> dict[str, list[str]]:
+    """Docstrings of this Python and its language reference, `train` and `eval`."""
+    return json.loads(succeeded(python(ROOT / "data" / "build_python_docs.py", "--documents")).output)
+
+
 def write_long_rows(path: Path, *, rows: int, tokens: int) -> None:
     """Write `rows` plain-text rows (JSON lines with `text`), each longer than `tokens` tokens in any tokenizer.
 

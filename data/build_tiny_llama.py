@@ -4,8 +4,8 @@
 
 It is the base model of this repository's examples and tests: small enough to commit and to fine-tune on a
 laptop, yet of the same architecture as a real base model, with something learnt for fine-tuning to build on.
-It reads `python_docs.documents("train")` only. It never sees a question, an answer in chat form or a held-out
-text, so what fine-tuning on `builtin:python_docs` gains is gained there.
+It reads the training documents of build_python_docs.py only. It never sees a question, an answer in chat form or a
+held-out text, so what fine-tuning on `builtin:python_docs` gains is gained there.
 
 The same machine, Python and library versions give the same weights. `training.json`, beside the weights,
 records the versions, the settings and the loss on the held-out documents.
@@ -18,6 +18,7 @@ import json
 import math
 import platform
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -37,8 +38,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
-
-from finetune.data import python_docs
 
 DOCUMENT_BOUNDARY = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -283,10 +282,12 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(settings.seed)
 
-    train_texts = list(python_docs.documents("train"))
+    script = Path(__file__).with_name("build_python_docs.py")
+    documents = json.loads(subprocess.check_output([sys.executable, script, "--documents"]))
+    train_texts = documents["train"]
     tokenizer = build_tokenizer(train_texts)
     train_documents = encode_documents(tokenizer, train_texts)
-    held_out_documents = encode_documents(tokenizer, list(python_docs.documents("eval")))
+    held_out_documents = encode_documents(tokenizer, documents["eval"])
 
     model = build_model(tokenizer)
     started = time.perf_counter()

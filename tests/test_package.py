@@ -63,14 +63,16 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         archive.extractall(tmp_path / "site")
-    assert "finetune/_builtin/tiny-llama/model.safetensors" in names
+    assert any(name.endswith("licenses/data/LICENSE.python_docs") for name in names)
     ours = {str(path.relative_to(ROOT)) for path in (ROOT / "finetune").rglob("*.*") if path.suffix != ".pyc"}
     assert ours <= names
     assert "finetune/report/templates/run.html.j2" in ours
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
     script = (
         "import finetune, sys; from finetune.model.source.locate import locate; "
-        "assert finetune.__file__.startswith(sys.argv[1]); print(locate('builtin:tiny-llama'))"
+        "from finetune.data import python_docs; "
+        "assert finetune.__file__.startswith(sys.argv[1]); assert python_docs.pairs('eval'); "
+        "print(locate('builtin:tiny-llama'))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "site")],

@@ -13,7 +13,6 @@ from finetune.cli import options
 from finetune.cli.output import (
     announce,
     check_page,
-    collecting,
     give,
     give_page,
     importing,
@@ -43,7 +42,7 @@ def train(
     """Train as the config says, or resume an interrupted run."""
     with refusing():
         job = finetune.load_config(config, overrides or [])
-    with collecting(job.data), importing(f"train {config}"):
+    with importing(f"train {config}"):
         from finetune import recipe
         from finetune.runtime import ranks
     result = recipe.train(job, fresh=fresh, terminal=new_terminal(quiet=as_json))
@@ -93,7 +92,7 @@ def data(
 ) -> None:
     """Show the data as the model sees it. What is trained, and what is padding; no GPU or weights needed."""
     job = finetune.load_config(config, overrides or [])
-    with collecting(job.data), importing(f"data of {config}", ", then tokenizing the rows"):
+    with importing(f"data of {config}", ", then tokenizing the rows"):
         from finetune.data import inspection
         from finetune.report.data_view import DataView
     give_page(DataView(inspection.inspect_data(job)), as_json, page)
@@ -182,7 +181,7 @@ def _plan_training(
     job: Config, gpu: str | None, gpus: int, picture: Path | None, page: Path | None, as_json: bool
 ) -> bool:
     """Print, draw and write the forecast of a training step, and return whether it fits."""
-    with collecting(job.data), libraries.importing():
+    with libraries.importing():
         from finetune.export import publish
         from finetune.forecast import planning
         from finetune.lifecycle.plan import as_trained
@@ -220,7 +219,7 @@ def fit(
     check_place(target)
     if not as_json:
         announce(f"fit of {config}", job)
-    with collecting(job.data), libraries.importing():
+    with libraries.importing():
         from finetune.forecast import planning
         from finetune.lifecycle.plan import as_trained
         from finetune.report.forecast_view import FittedView

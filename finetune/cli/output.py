@@ -41,15 +41,6 @@ def read_or_not() -> Iterator[None]:
         sys.stdout.flush()
 
 
-def collecting(section: DataSection) -> contextlib.AbstractContextManager[None]:
-    """In the block, which imports libraries, another process collects built-in rows (see `sources.collecting`)."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":  # one of the ranks on this machine does
-        return contextlib.nullcontext()
-    from finetune.data import sources
-
-    return sources.collecting(section)
-
-
 def new_terminal(*, quiet: bool = False) -> Terminal:
     """A terminal; its module takes long to import."""
     from finetune.report.terminal import Terminal

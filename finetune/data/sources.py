@@ -7,20 +7,16 @@ import fnmatch
 import functools
 import glob
 import hashlib
-import inspect
 import itertools
-import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.config import DataSection, Source, Sources, entries
 from finetune.config.field_types import GIVEN, nearest, source_name, unknown
-from finetune.data import cache, in_memory, lines, python_docs, splits, stdlib_docs
+from finetune.data import cache, in_memory, lines, python_docs, splits
 from finetune.data.compressed import COMPRESSIONS
 from finetune.data.fields import as_json
 from finetune.data.problems import Problems
@@ -51,11 +47,6 @@ _SMALL_BYTES = 16 * 2**20
 
 # Files that `datasets` writes beside its Arrow files: without rows, or with copies of them.
 _BESIDE_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "cache-*.arrow")
-
-# The rows of a built-in source, in the cache.
-_COLLECTED = "rows.json"
-_SPLITS = ("train", "eval")
-_COLLECT = ["-P", "-c", "import sys; from finetune.data import sources; [*map(sources.collect, sys.argv[1:])]"]
 
 # One shard of several, as the hub and `datasets` name them.
 _PART = re.compile(r"(?P<name>.*?)(?P<number>\d{4,})-of-(?P<parts>\d{4,})(?P<ending>\D.*)")
@@ -133,9 +124,7 @@ def contents(sources: Sources, split: str) -> list[tuple[str, str]] | None:
 
 def _contents(source: str, split: str) -> list[tuple[str, str]]:
     if source in BUILTIN:
-        # Generated from the documentation of this Python.
-        code = [_digest(Path(inspect.getfile(module))) for module in (python_docs, stdlib_docs)]
-        return [(source, f"{code} {sys.version} {sys.flags.optimize}")]
+        return [(source, _digest(python_docs.FILE))]
     if source.startswith(GIVEN):
         in_memory.size_bytes(source)  # the rows, too, must be there: more than the prepared ones is read
         return [(source, "")]
@@ -366,56 +355,8 @@ def _local(files: list[Path], problems: Problems, encoding: str | None) -> Rows:
 
 
 def _builtin(source: str, split: str) -> Records:
-    for index, fields in enumerate(_collected(source, split), start=1):
+    for index, fields in enumerate(BUILTIN[source](split), start=1):
         yield f"{source}[{split}]:{index}", fields
-
-
-def _collected(source: str, split: str) -> list[dict[str, Any]]:
-    """The rows of a built-in source, from the cache if possible: collecting them takes two seconds of a core."""
-
-    def fill(folder: Path) -> None:
-        with cache.writing():
-            (folder / _COLLECTED).write_text(json.dumps(BUILTIN[source](split)), encoding="utf-8")
-
-    key = _collection(source, split)
-    return json.loads((cache.entry(lambda: key, fill) / _COLLECTED).read_text(encoding="utf-8"))
-
-
-def _collection(source: str, split: str) -> str:
-    """The key in the cache of the rows of a built-in source."""
-    return hashlib.sha256(json.dumps([_contents(source, split), split]).encode()).hexdigest()
-
-
-def collect(source: str) -> None:
-    """Put the rows of a built-in source into the cache, unless they are there."""
-    for split in _SPLITS:
-        _collected(source, split)
-
-
-@contextlib.contextmanager
-def collecting(section: DataSection) -> Iterator[None]:
-    """In the block, another process collects the built-in rows that `section` names and the cache lacks.
-
-    For the seconds in which this process imports the libraries. If it fails, this one collects them, and says why.
-    """
-    named = {entry.source for several in (section.train, section.eval) for entry in entries(several)} & BUILTIN.keys()
-    missing = [one for one in named if not all(cache.has(_collection(one, split)) for split in _SPLITS)]
-    if not missing:
-        yield
-        return
-    nothing, environment = subprocess.DEVNULL, os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, *_COLLECT, *missing]
-    try:
-        child = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, env=environment)
-    except OSError:
-        yield
-        return
-    with child:
-        try:
-            yield
-        except BaseException:
-            child.kill()
-            raise
 
 
 def _hub(name: str, split: str) -> Records:

@@ -23,7 +23,7 @@ import pytest
 from jobs import write_rows
 
 from finetune.config import DataSection, Source
-from finetune.data import cache, fingerprint, sources
+from finetune.data import cache, fingerprint, python_docs, sources
 from finetune.data import split as splitting
 from finetune.data.counts import Counts
 from finetune.data.encoded import IGNORE, Encoded, Segment
@@ -256,50 +256,8 @@ def test_a_change_of_the_held_out_file_leaves_the_training_rows(source: Path, tm
     assert second.eval_counts.rows == 3
 
 
-def test_the_builtin_data_is_known_by_its_python() -> None:
-    assert sources.contents("builtin:python_docs", "train") == sources.contents(["builtin:python_docs"], "train")
-    [(name, contents)] = sources.contents("builtin:python_docs", "train") or []
-    assert name == "builtin:python_docs"
-    assert sys.version in contents
-
-
-def test_the_builtin_rows_are_collected_once(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-
-    def collect(split: str) -> list[dict[str, Any]]:
-        made.append(split)
-        return [{"text": f"{split} \udc80"}]
-
-    monkeypatch.setitem(sources.BUILTIN, "builtin:python_docs", collect)
-    for split in ("train", "eval", "train", "eval"):
-        [row] = sources.rows("builtin:python_docs", split)
-        assert row.fields == {"text": f"{split} \udc80"}
-    assert made == ["train", "eval"]
-
-
-@pytest.mark.slow
-def test_builtin_rows_are_collected_by_another_process(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = DataSection(train="builtin:python_docs")
-    with sources.collecting(job):
-        pass
-    monkeypatch.setitem(sources.BUILTIN, "builtin:python_docs", None)  # cannot be collected here
-    assert next(sources.rows("builtin:python_docs", "eval"))
-    assert next(sources.rows("builtin:python_docs", "train"))
-    monkeypatch.setattr(subprocess, "Popen", None)
-    with sources.collecting(job):
-        pass
-    with sources.collecting(DataSection(train="rows.jsonl")):
-        pass
-
-
-def test_rows_that_no_process_can_collect_are_collected_here(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sources.BUILTIN, "builtin:python_docs", lambda split: [{"text": split}])
-    for executable in (shutil.which("false"), "no/such/python"):
-        monkeypatch.setattr(sys, "executable", executable)
-        with sources.collecting(DataSection(train="builtin:python_docs")):
-            pass
-    [row] = sources.rows("builtin:python_docs", "train")
-    assert row.fields == {"text": "train"}
+def test_the_builtin_rows_are_known_by_their_file() -> None:
+    assert sources.contents("builtin:python_docs", "train") == [("builtin:python_docs", cache.digest(python_docs.FILE))]
 
 
 def fetched(cache_folder: Path, commit: str, rows: list[dict[str, Any]]) -> None:

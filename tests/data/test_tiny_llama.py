@@ -7,11 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from finetune.data import python_docs
 
 TINY_LLAMA = Path(__file__).parents[2] / "data" / "tiny-llama"
 
@@ -66,7 +65,7 @@ def test_tokenizer_and_model_agree(model: Any, tokenizer: Any) -> None:
 def test_the_recorded_loss_is_the_loss_of_the_weights(model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
     total_nats, total_tokens = 0.0, 0
     boundary = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    for text in list(python_docs.documents("eval"))[::8]:
+    for text in harness.documents()["eval"][::8]:
         ids = tokenizer(text, truncation=True)["input_ids"]
         sequence = torch.tensor([[boundary, *ids, boundary]])[:, : model.config.max_position_embeddings]
         scored_tokens = sequence.shape[1] - 1

@@ -23,7 +23,7 @@ import torch
 
 import finetune
 from finetune import cli
-from finetune.data import cache, sources
+from finetune.data import cache
 
 _ROOT = Path(finetune.__file__).resolve().parents[1]
 
@@ -33,13 +33,6 @@ _CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.sym
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz")
 # Asked for the commit that the program runs from; see finetune.runtime.environment.
 _GIT = ["git", "-C", str(_ROOT), "rev-parse", "HEAD"]
-
-
-def _is_ours(command: list[str]) -> bool:
-    """Whether a process is asked for the commit, or collects rows of ours, of which it is given the names alone."""
-    collect = [sys.executable, *sources._COLLECT]
-    start = len(collect)
-    return command == _GIT or (command[:start] == collect and {*command[start:]} <= {*sources.BUILTIN})
 
 
 @dataclass
@@ -76,7 +69,7 @@ class Watch:
         if event in _NETWORK:
             return repr(arguments[1:])
         if event in _PROCESSES:
-            return None if event == "subprocess.Popen" and _is_ours([*arguments[1]]) else repr(arguments)
+            return None if event == "subprocess.Popen" and [*arguments[1]] == _GIT else repr(arguments)
         if event == "pickle.find_class":
             return repr(arguments[1:])
         if event == "import":

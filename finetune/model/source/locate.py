@@ -12,16 +12,14 @@ from finetune.config.field_types import unknown
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
 from finetune.model.source import catalog
 from finetune.runtime import hub
+from finetune.storage.files import builtin
 
 BUILTIN_BASE = "builtin:tiny-llama"
 IMAGE_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 """The files of what makes a base's images, beside its tokenizer."""
 
-_PACKAGE = Path(__file__).resolve().parents[2]
 # The libraries read whole JSON files. A large vocabulary takes tens of MB.
 _JSON_BYTES = 128 * 2**20
-# Inside an installed wheel, or beside the package in a checkout.
-_BUILTIN_FOLDERS = (_PACKAGE / "_builtin" / "tiny-llama", _PACKAGE.parent / "data" / "tiny-llama")
 
 _HUB = "https://huggingface.co/"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -67,9 +65,9 @@ def locate(name: str) -> str:
 def _builtin(name: str) -> str:
     if name != BUILTIN_BASE:
         raise ArtifactError(f"model {unknown(name, [BUILTIN_BASE])}")
-    for folder in _BUILTIN_FOLDERS:
-        if (folder / "config.json").is_file():
-            return str(folder)
+    folder = builtin("tiny-llama")
+    if (folder / "config.json").is_file():
+        return str(folder)
     raise ArtifactError(f"{BUILTIN_BASE} is missing from this installation; make it with data/build_tiny_llama.py")
 
 
