@@ -390,7 +390,6 @@ _PACKED = "data.packing=true"
 _MXFP4 = "quantization.kind=mxfp4"
 _FP8 = "quantization.kind=fp8"
 _Q4_K_M, _Q5_K_M, _Q8_0 = (f"quantization.kind={kind}" for kind in ("q4_k_m", "q5_k_m", "q8_0"))
-_EXACT = "quantization.snap=true"
 _IN_STEP = "training.objective=dpo preference.reference=in_step"
 _CACHED = "training.objective=dpo preference.reference=cached"
 _REWARD = "training.objective=reward model.labels=[reward] adapter.extra_modules=[score]"
@@ -404,8 +403,6 @@ SETTINGS = (
     _S("llama int8", "llama", 256, 2, 1, _INT8),
     _S("llama q4_k_m", "llama", 256, 2, 1, _Q4_K_M),
     _S("llama q5_k_m fused, no checkpointing", "llama", 256, 2, 1, f"{_Q5_K_M} {_FUSED} {_KEPT}"),
-    _S("llama q4_k_m, exact", "llama", 256, 2, 1, f"{_Q4_K_M} {_EXACT}"),
-    _S("llama q4_0, exact, fused", "llama", 256, 2, 2, f"quantization.kind=q4_0 {_EXACT} {_FUSED}"),
     _S("llama q8_0, evaluated", "llama", 256, 2, 1, f"{_Q8_0} data.eval=rows"),
     _S("llama int8, no checkpointing", "llama", 256, 2, 2, f"{_INT8} memory.checkpointing=none adapter.dropout=0.05"),
     _S("llama bf16", "llama", 256, 4, 1, f"{_BF16} optimizer.kind=adamw_torch_fused"),

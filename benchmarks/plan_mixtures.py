@@ -53,9 +53,7 @@ JOBS: list[tuple[str, str, int, int, list[str]]] = [
 """Model, GPU, rows of a micro-batch, tokens of a row, and what else the job changes of the config."""
 
 SERVED_CONFIG = "configs/llama3_8b_q4_k_m.yaml"
-SERVED: list[tuple[str, str]] = [
-    ("adapter", "q4_k_m"), ("exact", "q4_k_m"), ("exact", "q4_0"), ("rounded", "q4_k_m"),
-]  # fmt: skip
+SERVED = [("adapter", "q4_k_m"), ("rounded", "q4_k_m")]
 """`output.way` and `output.serve` of a job on each card."""
 CARDS = ("RTX 4090", "RTX 4080")
 

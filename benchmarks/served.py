@@ -1,6 +1,6 @@
 """What each way to a served model keeps of what training gained, by base, form and seed.
 
-    python benchmarks/served.py --folder RUNS [--bases 125M] [--ways exact] [--kinds q4_0] [--seeds 0]
+    python benchmarks/served.py --folder RUNS [--bases 125M] [--ways adapter] [--kinds q4_0] [--seeds 0]
 
 An adapter is trained on a base in 16 bit with each seed, and for two ways on one in NF4, as QLoRA and the default of
 `output.way: rounded` do. Of a way's model, the loss on all held-out rows is L: it keeps (L_base - L) / (L_base -
@@ -36,7 +36,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from finetune.config import Config
-from finetune.config.serving import EXACT, SERVED
+from finetune.config.serving import SERVED
 from finetune.data import prepare, sources
 from finetune.data.encoded import IGNORE
 from finetune.export import compressed_export, finished_run, publish
@@ -164,15 +164,6 @@ def _adapter(job: Trained, kind: str) -> Served:
     )
 
 
-def _exact(job: Trained, kind: str) -> Served:
-    """Trained as it is rounded, and read back from its files."""
-    run, model = _trained_for(job, kind, "exact")
-    to, options = ("gguf", {"type": kind}) if kind in recipes.RECIPES else (kind, {})
-    record = publish.export_model(run, to, **options, terminal=Terminal(quiet=True))
-    read, facts = _read_back(job, kind, run.path / to / record.get("file", ""), run.merged, model)
-    return Served(read, model, {"weights_differing": record["weights"]["differing"]} | facts)
-
-
 def _read_back(
     job: Trained, kind: str, files: Path, source: Path, trained: Any, lora: Path | None = None
 ) -> tuple[Any, dict[str, Any]]:
@@ -218,7 +209,6 @@ WAYS: dict[str, Callable[[Trained, str], Served]] = {
     "NF4, plain rounding": _on_nf4(_plain),
     "NF4, rounded with the rows": _on_nf4(_rounded),
     "adapter": _adapter,
-    "exact": _exact,
 }
 
 
@@ -226,8 +216,7 @@ def _taken(base: str, way: str, kind: str) -> bool:
     """Whether a way takes a kind: training in one leaves no row that its blocks do not divide in 16 bit, and servers
     have one factor of NVFP4 for several weights.
     """
-    trains = {"adapter": set(SERVED) - {"nvfp4"}, "exact": EXACT}
-    return way not in trains or (kind in trains[way] and not BASES[base].width % SERVED[kind].block)
+    return way != "adapter" or (kind != "nvfp4" and not BASES[base].width % SERVED[kind].block)
 
 
 def _forms(job: Trained, kind: str) -> dict[str, str]:

@@ -65,11 +65,8 @@ BUDGET_BYTES = 24 * 2**30
 STEP_ROWS = 16
 PASSES = ("forward", "recompute", "backward")
 PATHS = {"peft": {"kernels.fused": "off"}, "fused": {"kernels.fused": "on"}}
-SERVED: dict[str, tuple[str, bool]] = {
-    "q4_k_m": ("q4_k_m", False), "q6_k": ("q6_k", False),
-    "q4_k_m, exact": ("q4_k_m", True), "q4_0, exact": ("q4_0", True),
-}  # fmt: skip
-"""Kinds of quantization whose codes are served, and whether an update is rounded with them."""
+SERVED = ("q4_k_m", "q6_k")
+"""Kinds of quantization whose codes are served."""
 SERVED_CARD = "RTX 4090"
 _LAYER = 2  # of the five that are traced, the one in the middle
 
@@ -307,11 +304,11 @@ def served(config: Config, card: str, step: dict[str, Any]) -> dict[str, Any]:
     """The step that `ours` takes, on a base in served codes, and its time as a multiple of that in NF4, by kind."""
     config = config.changed({key: step[name] for key, name in _CHOSEN.items()} | PATHS["fused"])
     found = {}
-    for name, (kind, exact) in SERVED.items():
-        other = with_kind(config, kind).changed({"quantization.snap": exact})
+    for kind in SERVED:
+        other = with_kind(config, kind)
         with rows_of(padded=False):
-            found[name] = _step(other, planning.planner_for(other, card).forecast())
-        found[name]["times"] = round(found[name]["seconds"] / step["seconds"], 4)
+            found[kind] = _step(other, planning.planner_for(other, card).forecast())
+        found[kind]["times"] = round(found[kind]["seconds"] / step["seconds"], 4)
     return found
 
 

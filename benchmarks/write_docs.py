@@ -195,11 +195,10 @@ def _off_by(key: str) -> Callable[[Any], float]:
 
 
 def _cells(found: Any) -> Iterator[Any]:
-    """What was measured of adapters on what is served and of exact training, by any base, seed and kind."""
+    """What was measured of adapters on what is served, by any base, seed and kind."""
     for base in found["bases"].values():
         for seed in base["seeds"].values():
-            for way in ("adapter", "exact"):
-                yield from seed.get(way, {}).values()
+            yield from seed.get("adapter", {}).values()
 
 
 def _least_kept(found: Any) -> float:
@@ -291,7 +290,6 @@ FIGURES = {
     "swapped-seconds": Figure("plan_many_gpus", _swapped_seconds, ".0f"),
     # what is served
     "step-adapter": Figure("step_cost", f"{_SERVED_STEPS}/q4_k_m/times", ".3f"),
-    "step-exact-k": Figure("step_cost", f"{_SERVED_STEPS}/q4_k_m, exact/times", ".3f"),
     # merge, exports, answers
     "merge-kills": Figure("merge", "kills_at_random/kills"),
     "merge-failpoints": Figure("merge", "kills_at_each_change_of_a_file/kills"),

@@ -87,7 +87,6 @@ def train(
         tracked = Trackers(config.tracking, own, config, terminal.note)
         with tracked, session.computing(config, own, monitor, device):
             # Build: the base, which is asked a few questions, and the adapter on it.
-            inputs = opening.with_exact_start(config, run, inputs, start, device, terminal.note)
             placement = strategies.placement(config.distributed, device)
             with monitor.phase("load"):
                 load = inputs.blueprint.load

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune import objectives
-from finetune.config import Choices, Config, ModelSection, Source, from_values, load
+from finetune.config import Choices, Config, ModelSection, Source, from_values, gone_from, load
 from finetune.config.field_types import Help, shown
 from finetune.config.reference import json_schema, markdown
 from finetune.config.serving import RUNTIMES, SERVED, WAYS
@@ -150,9 +150,13 @@ def config_of(run: RunDirectory, *, trust_remote_code: bool = False) -> Config:
     """The config that `run` was started with, checked in full, for a command that acts on it.
 
     A run directory may come from someone else: `trust_remote_code` is the user's consent to run the Python code that
-    its base ships with. Raises ArtifactError where that is missing, ConfigError as `load_config`.
+    its base ships with. Raises ArtifactError where that is missing, or for a run whose weights need what is gone;
+    ConfigError as `load_config`.
     """
     config = load(run.config_file, choices=_choices(), trained=True)
+    for one in gone_from(run.config_file):
+        if one.lost:
+            raise ArtifactError(f"{run.config_file}: `{one.key}`: {one.message}; {one.lost}")
     if config.model.trust_remote_code and not trust_remote_code:
         raise ArtifactError(
             _no_consent(run.config_file, config.model, "`--trust-remote-code` (in Python: `trust_remote_code=True`)")

@@ -20,8 +20,6 @@ _ELEMENT = {torch.float32: 1e-4, torch.bfloat16: 16 * 2**-8, torch.float16: 16 *
 _NORM = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 # Their results must be equal to the bit; the codes of a weight are not converted to float32.
 _EXACT = ("decode_4bit_", "decode_int8_", "decode_packed_")
-# A product summed in another order may move a weight across the middle between two values. At most this share of them.
-_MAY_DIFFER = {"snap_": 1e-4}
 # Operators whose results have columns without a meaning (`kernels.room`), with a function from their arguments to the
 # number of the columns that have one.
 _COLUMNS: dict[str, Callable[..., int]] = {
@@ -71,7 +69,7 @@ def _problem(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
             result, second, exact = (each[..., :width] for each in (result, second, exact))
         if not torch.equal(result, second):
             return f"`{name}` gives another result the second time"
-        if unlike := _unlike(result, exact, None if name in _EXACT else coarsest, _MAY_DIFFER.get(name, 0.0)):
+        if unlike := _unlike(result, exact, None if name in _EXACT else coarsest):
             return f"`{name}` {unlike}"
     return ""
 
@@ -116,8 +114,8 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _unlike(result: Tensor, exact: Tensor, rounded_to: torch.dtype | None, few: float = 0.0) -> str:
-    """Describe how a result differs from the exact one; empty if it does not, or only in a share `few` of its elements.
+def _unlike(result: Tensor, exact: Tensor, rounded_to: torch.dtype | None) -> str:
+    """Describe how a result differs from the exact one; empty if it does not.
 
     Rounding to the type `rounded_to` is allowed; None allows no difference.
     """
@@ -127,8 +125,6 @@ def _unlike(result: Tensor, exact: Tensor, rounded_to: torch.dtype | None, few: 
     error, scale = (result.float() - exact.float()).abs(), exact.float().square().mean().sqrt()
     bound = _ELEMENT[rounded_to] * (exact.float().abs() + scale) + torch.finfo(torch.float32).tiny
     wrong = int((~(error <= bound)).sum())  # a NaN is wrong, too
-    if few and wrong <= few * result.numel():
-        return ""
     if wrong:
         largest = float((error / bound).nan_to_num(float("inf")).max())
         return (

@@ -79,8 +79,8 @@ def as_written(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     return sections, unknown_keys
 
 
-def gone_from(path: Path) -> dict[str, str]:
-    """By `section.key`, what to use instead of each key and value that a run was started with and that is gone."""
+def gone_from(path: Path) -> list[gone.Gone]:
+    """The keys and values that are gone and that a run was started with."""
     return gone.taken_out(strict_yaml.parse(text_of(path)).values)[1]
 
 
@@ -206,8 +206,8 @@ def _validate(
     # `model:` with nothing under it is an empty section, as a reader of the file would say.
     values = {name: {} if section is None else section for name, section in values.items()}
     values, used = gone.taken_out(values)
-    removed = [] if trained else list(used.items())
-    mistakes = [f"{locations.of(tuple(key.split('.')))}: `{key}`: {message}" for key, message in removed]
+    removed = [] if trained else used
+    mistakes = [f"{locations.of(tuple(one.key.split('.')))}: `{one.key}`: {one.message}" for one in removed]
     try:
         config = Config.model_validate(values, context={"choices": choices or {}, "trained": trained})
     except ValidationError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from finetune.config import serving
 from finetune.config.field_types import GIVEN, source_name
 from finetune.config.sections import Config, entries
-from finetune.config.serving import EXACT, GGUF, PACKED
+from finetune.config.serving import GGUF, PACKED
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,14 @@ class Rule:
         return config.value(self.key) in self.values and config.value(self.other) in self.others
 
 
-SERVING = (
-    *(
-        Rule(
-            "output.runtime", only(name), "output.serve", but(None, *runtime.reads),
-            f"{name} does not read that form; set another `output.runtime`, or an `output.serve` of "
-            f"{', '.join(runtime.reads)}",
-        )
-        for name, runtime in serving.RUNTIMES.items()
-        if {*serving.SERVED} - {*runtime.reads}
-    ),
+SERVING = tuple(
     Rule(
-        "output.way", only("exact"), "output.serve", but(None, *EXACT),
-        "weights cannot be rounded to that form in training; set `adapter` or `rounded`, or an `output.serve` of "
-        f"{', '.join(EXACT)}",
-    ),
+        "output.runtime", only(name), "output.serve", but(None, *runtime.reads),
+        f"{name} does not read that form; set another `output.runtime`, or an `output.serve` of "
+        f"{', '.join(runtime.reads)}",
+    )
+    for name, runtime in serving.RUNTIMES.items()
+    if {*serving.SERVED} - {*runtime.reads}
 )  # fmt: skip
 """Rules that hold before anything follows from what is served (`serving.resolved`)."""
 
@@ -116,35 +109,6 @@ RULES = (
         )
     ),
     *(
-        Rule(
-            key, values, "quantization.snap", only(True),
-            f"layers whose weights are rounded in training {reason}; set `{remedy}`, or `output.way: {way}`",
-        )
-        for key, values, reason, remedy, way in (
-            (
-                "adapter.dropout", but(0.0), "have one update in all passes, which dropout changes",
-                "adapter.dropout: 0", "adapter",
-            ),
-            ("adapter.dora", only(True), "cannot rescale them, as DoRA does", "adapter.dora: false", "rounded"),
-            ("adapter.init", but("default"), "start from an update of zero", "adapter.init: default", "rounded"),
-            (
-                "adapter.extra_modules", _WITH_MODULES, "have no modules beside them that are trained in full",
-                "adapter.extra_modules: []", "rounded",
-            ),
-            (
-                "quantization.kind", but(*EXACT), f"are held in one of {', '.join(EXACT)}", "quantization.kind: q4_k_m",
-                "adapter",
-            ),
-            ("kernels.compile", but("none"), "are not compiled", "kernels.compile: none", "adapter"),
-            ("data.new_tokens", but([]), "have an embedding that takes no rows", "data.new_tokens: []", "rounded"),
-            ("model.vocabulary", but(None), "have an embedding of one size", "model.vocabulary: null", "rounded"),
-        )
-    ),
-    Rule(
-        "quantization.snap", only(True), "output.way", only("adapter", "rounded"),
-        "only `output.way: exact` serves weights as they are rounded in training; remove it, or set that",
-    ),
-    *(
         Rule(key, values, "output.serve", only(None), "nothing is to be served; remove it, or set `output.serve`")
         for key, values in (("output.runtime", but(None)), ("output.way", but("auto")))
     ),
@@ -176,7 +140,7 @@ RULES = (
         )
     ),
     Rule(
-        "output.merge", only(True), "output.way", only("adapter", "exact"),
+        "output.merge", only(True), "output.way", only("adapter"),
         "the merged model in 16 bit is not what is served; set `merge: false`, or `output.way: rounded`",
     ),
     Rule(
@@ -287,7 +251,6 @@ RULES = (
             ("adapter.start_from", but(None), "starts from an adapter of zero", "adapter.start_from: null"),
             ("distributed.kind", only("fsdp", "deepspeed"), "is not divided among ranks", "distributed.kind: ddp"),
             ("data.new_tokens", but([]), "has no head with rows for tokens", "data.new_tokens: []"),
-            ("quantization.snap", only(True), "is not rounded in training", "quantization.snap: false"),
         )
     ),
     Rule(
@@ -369,13 +332,10 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     broken += serving.contradictions(config)
     resolved = config if broken else serving.resolved(config)[0]
     rules = [rule for rule in RULES if rule.broken(resolved)]
-    of_serving = {rule.key for rule in rules if rule.other in ("output.way", "quantization.snap")}
-    # The kind and `snap` follow from what is served: advice to set others would lead nowhere.
+    of_serving = {rule.key for rule in rules if rule.other == "output.way"}
+    # The kind follows from what is served: advice to set another would lead nowhere.
     broken += [
-        (rule.key, rule.message)
-        for rule in rules
-        if not (rule.other == "quantization.kind" and rule.key in of_serving)
-        and not (rule.key == "quantization.snap" and not config.quantization.snap)
+        (rule.key, rule.message) for rule in rules if not (rule.other == "quantization.kind" and rule.key in of_serving)
     ]
     broken += _beyond_schema(resolved, of_serving)
     return list(dict.fromkeys(broken))

@@ -121,8 +121,6 @@ class QuantizationSection(Section):
     loaded from files in 16 or 32 bit."""
     double: bool = True
     """Quantize the quantization constants as well: 4.127 instead of 4.5 bits per parameter (4-bit kinds only)."""
-    snap: bool = False
-    """Compute with the merged weights rounded to the grid of `kind`, as `output.way: exact` sets it."""
 
 
 class AdapterSection(Section):

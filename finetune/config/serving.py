@@ -1,7 +1,7 @@
 """What is served, by which runtime and in which way: the tables, and what follows from them for the base in training.
 
-Three ways lead to a served model. The base is held in training in the form that is served, and its adapter is shipped
-beside it; or the merged model is rounded to that form after training; or it is trained as it will be rounded.
+Two ways lead to a served model. The base is held in training in the form that is served, and its adapter is shipped
+beside it; or the merged model is rounded to that form after training.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ GRIDS = tuple(name for name in SERVED if name != "16bit")
 """The kinds of packed weights whose form is served."""
 PACKED = (*GRIDS, "gguf")
 """All kinds of packed weights; with `gguf`, those of a GGUF file as the base, each in the form it has there."""
-EXACT = tuple(name for name in GRIDS if name != "fp8")
-"""The kinds that training rounds to exactly. The levels of FP8 lie as close as the positions that training keeps."""
 _PUBLISHED = ("mxfp4", "nvfp4", "fp8")  # kinds in which bases are published; these are rounded from what they are
 _SAFETENSORS = tuple(name for name in SERVED if name not in GGUF)
 
@@ -94,10 +92,6 @@ WAYS: dict[str, Way] = {
         "was trained", "an adapter beside its base",
     ),
     "rounded": Way("merge in 16 bit after training, and round with the rows", "one file, rounded after training"),
-    "exact": Way(
-        "round each weight in training as in the file, which is then what was trained, bit for bit",
-        "one file, trained as it is rounded",
-    ),
 }  # fmt: skip
 
 
@@ -121,8 +115,6 @@ def resolved(config: Config, obstacle: str | None = None) -> tuple[Config, str |
         kind = "gguf"
     if way != "rounded":
         changes |= {"quantization.kind": kind, "quantization.double": True}
-    if way == "exact":
-        changes["quantization.snap"] = True
     held = "" if way == "rounded" else f"; quantization.kind: {kind}"
     return config.changed(changes), f"output.serve: {serve} for {runtime} as {WAYS[way].words} ({why}){held}"
 
@@ -175,13 +167,12 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
     runtime = RUNTIMES.get(name)
     if runtime is None or serve not in SERVED:  # refused by the fields themselves
         return
-    if serve not in runtime.reads or (way == "exact" and serve not in EXACT):  # refused by rules
+    if serve not in runtime.reads:  # refused by rules
         return
     if way == "adapter" and serve not in runtime.adapters:
-        ways = "`rounded` or `exact`" if serve in EXACT else "`rounded`"
         yield (
             "output.way",
-            f"{name} takes no adapters on {serve}; set {ways} for one file, or `output.runtime` to one of "
+            f"{name} takes no adapters on {serve}; set `rounded` for one file, or `output.runtime` to one of "
             f"{with_adapters(serve)}",
         )
         return

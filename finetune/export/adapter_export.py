@@ -57,11 +57,6 @@ def check(job: Conversion) -> None:
             f"{job.run.path} trained every weight and has no adapter: {job.run.merged} is the whole model. Export "
             "`merged` or `gguf` instead"
         )
-    if job.config.quantization.snap:
-        raise ConfigError(
-            f"the adapter of {job.run.path} was trained to be rounded with its base (`output.way: exact`), and beside "
-            "it would give less than the base alone; export `gguf` instead"
-        )
     if why := _why_not_plain(job):
         raise ConfigError(
             f"the adapter of {job.run.path} has no form for other programs: {why}. Export `merged` or `gguf` instead; "

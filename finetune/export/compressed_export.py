@@ -62,11 +62,11 @@ def forms(model: Any, kind: str) -> dict[str, str]:
 
 def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the model to `folder` and prove it. Returns the facts of export.json."""
-    model = job.trained_model(None)
+    model = job.load_merged(None)
     trained, dtype = proof.logits(model, job.rows, job.shown), model.dtype
     weights = job.packed or RoundedWeights(job.run.merged, model.config, job.kind)
     written = write(job.run.merged, folder, model.config, job.kind, weights)
-    differing = _put(model, written, job.packed, rounded=job.rounded is not None)
+    differing = _put(model, written, job.packed)
     logits, base = proof.logits(model, job.rows, job.shown), job.base_logits(dtype)
     result = job.compare(f"model in {job.kind}", model, logits, trained, base, _ROUNDOFF[job.kind])
     return {
@@ -79,19 +79,17 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     }
 
 
-def _put(model: Any, written: Written, given: Mapping[str, nn.Parameter], *, rounded: bool) -> int:
+def _put(model: Any, written: Written, given: Mapping[str, nn.Parameter]) -> int:
     """Put the weights of written files into `model`; returns how many of them differ from its own.
 
-    Raises ArtifactError if one is not as it was `given` packed, which with `rounded` is not as it was trained.
+    Raises ArtifactError if one is not as it was `given` packed.
     """
     differing = 0
     for name, weight in model.named_parameters():
         decoded = written[name].to(weight.device)
-        expected = packed.exact(given[name]).to(weight.device) if name in given else weight.data
-        count = int((decoded != expected).sum())
-        if count and name in given:
-            raise ArtifactError(f"{count:,} values of `{name}` are not those that were trained. Nothing was published")
-        differing += int((decoded != weight.data).sum()) if rounded else count
+        if name in given and (count := int((decoded != packed.exact(given[name]).to(weight.device)).sum())):
+            raise ArtifactError(f"{count:,} values of `{name}` are not as they were rounded. Nothing was published")
+        differing += int((decoded != weight.data).sum())
         weight.data.copy_(decoded)
     return differing
 

@@ -20,7 +20,6 @@ from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.source import chat_template
 from finetune.model.structure import experts
-from finetune.model.structure import packed as packing
 from finetune.runtime import libraries
 from finetune.storage.rundir import RunDirectory
 
@@ -31,9 +30,9 @@ class Conversion:
     the `labels` (none: every token counts for the loss); `kind` is the type of a GGUF file.
 
     `base_identity` is that of `model.source.identity.of_base`. `load_merged` loads the merged model, which was proven
-    when it was published, to compute in a dtype (None: as written). `packed` weights, by the model's names, take the
-    place of its own, and are what was trained unless they were `rounded` after training (the facts of that). `learns`:
-    the kind of example, of a run that does not say it yet.
+    when it was published, to compute in a dtype (None: as written). `packed` weights, by the model's names, were
+    `rounded` with the training rows (the facts of that) and take the place of its own. `learns`: the kind of example,
+    of a run that does not say it yet.
     """
 
     run: RunDirectory
@@ -125,10 +124,3 @@ class Conversion:
         return proof.served(
             trained, written, None if unknown else base, following or [row[1:] for row in self.answers], unknown
         )
-
-    def trained_model(self, dtype: torch.dtype | None) -> Any:
-        """The model that was trained: the merged one, with the values of `packed` weights that were trained."""
-        model = self.load_merged(dtype)
-        for name, weight in () if self.rounded else self.packed.items():
-            model.get_parameter(name).data.copy_(packing.exact(weight))
-        return model

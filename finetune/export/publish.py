@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.config import Config, OutputSection, QuantizationSection, serving
+from finetune.config import Config, OutputSection, serving
 from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import learnt
@@ -19,12 +19,11 @@ from finetune.export.conversion import Conversion
 from finetune.export.export_formats import FORMATS, ExportFormat
 from finetune.export.gguf import gguf_types
 from finetune.export.merging import merge as merging
-from finetune.export.merging.bases import Bases, ServedWeights
-from finetune.export.rounding import exact_start, rounded_run
+from finetune.export.rounding import rounded_run
 from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.model.base import load_architecture
-from finetune.model.source import identity, vision
-from finetune.model.source.locate import locate, weights_directory
+from finetune.model.source import vision
+from finetune.model.source.locate import locate
 from finetune.report.terminal import Terminal, note_beside_output
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
@@ -61,9 +60,9 @@ def export_model(
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
-    kind = form.kind or type or _served_type(config.output, config.quantization)
+    kind = form.kind or type or _served_type(config.output)
     if rounded:
-        _refuse_rounding(config.quantization, form, format, kind)
+        _refuse_rounding(form, format, kind)
     terminal = terminal or Terminal()
     with run.locked(), Signals(), libraries.alone():
         folder = run.path / form.folder
@@ -99,7 +98,7 @@ def _converted(
         job = _conversion(run, config, form, kind)
         promised = (config.output.way, config.output.serve) == ("rounded", job.kind)
         rounded = rounded or (promised and _rounds(form))
-        if config.quantization.kind in (*serving.GGUF, "gguf") and form.merged and not (rounded or job.packed):
+        if config.quantization.kind in (*serving.GGUF, "gguf") and form.merged and not rounded:
             _warn_of_rounding(run, kind)
         if form.merged and config.adapter.kind == "lora" and not run.is_merged:
             merge_locked(run, config, terminal, note_beside_output)
@@ -168,10 +167,8 @@ def _out_of_memory_explained(run: RunDirectory, format: str) -> contextlib.Abstr
     )
 
 
-def _served_type(output: OutputSection, quantization: QuantizationSection) -> str:
+def _served_type(output: OutputSection) -> str:
     """The type of a GGUF file if none is asked for."""
-    if quantization.snap:
-        return quantization.kind
     return output.serve if output.serve in gguf_types.TYPES and output.way != "adapter" else "f16"
 
 
@@ -186,20 +183,9 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
     def load_merged(dtype: Any) -> Any:
         return finished_run.load_merged(run, config.model, device, dtype)
 
-    packed: Mapping[str, Any] = {}
-    if config.quantization.snap:
-        if kind != config.quantization.kind:
-            raise ConfigError(
-                f"{run.path} was trained as it is rounded to {config.quantization.kind}, and would be rounded again to "
-                f"{kind}, which was not trained; export that form, or train another run"
-            )
-        folder = weights_directory(config.model.name, config.model.revision, download=True)
-        files, start = identity.loaded_files(folder), exact_start.of_run(run)
-        bases = Bases(config, run.adapter, files, device, start=start)
-        packed = ServedWeights(bases.merging("quantized"))
     job = Conversion(
         run, config, tokenizer, compared.ids, compared.name, device, kind, base_identity, load_merged, compared.shown,
-        packed, labels=compared.labels,
+        labels=compared.labels,
     )  # fmt: skip
     _module(form).check(job)
     return job
@@ -213,7 +199,7 @@ def check_served(run: RunDirectory, config: Config, tokenizer: Any, learns: str)
     form = FORMATS[serving.export_of(config.output) or "merged"]
     if not form.module:
         return
-    kind = form.kind or _served_type(config.output, config.quantization)
+    kind = form.kind or _served_type(config.output)
     job = Conversion(
         run, config, tokenizer, [], "", this_device(), kind, None, lambda dtype: None, learns=learns
     )  # fmt: skip
@@ -228,11 +214,9 @@ def check_served(run: RunDirectory, config: Config, tokenizer: Any, learns: str)
         ) from None
 
 
-def _refuse_rounding(section: QuantizationSection, form: ExportFormat, name: str, kind: str) -> None:
+def _refuse_rounding(form: ExportFormat, name: str, kind: str) -> None:
     if not _rounds(form):
         raise ConfigError(f"`--rounded`: nothing is rounded in `{name}`; export a format that is quantized")
-    if section.snap:
-        raise ConfigError("`--rounded`: this run was trained as it is rounded (`output.way: exact`); leave it out")
     if kind not in serving.GRIDS:
         raise ConfigError(f"`--rounded`: nothing is rounded in `{kind}`; add `--type`, such as `--type q4_k_m`")
 
@@ -247,12 +231,7 @@ def _rounded(job: Conversion, form: ExportFormat) -> Conversion:
 
 
 def rounding_bytes(config: Config, device_type: str) -> int | None:
-    """Peak bytes on the device while a job's base, before training, or its merged model is rounded with training rows.
-
-    None if neither is rounded with them.
-    """
-    if config.quantization.snap:
-        return exact_start.planned_bytes(config, device_type)
+    """Peak bytes on the device while a job's merged model is rounded with training rows; None if it is not."""
     form = FORMATS[serving.export_of(config.output) or "merged"]
     if config.output.way != "rounded" or not _rounds(form):
         return None

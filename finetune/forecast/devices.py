@@ -80,7 +80,7 @@ class Device:
 
     @property
     def operators(self) -> DeviceOperators:
-        return operator_costs.cuda(self.capability) if self.type == "cuda" else operator_costs.cpu()
+        return operator_costs.cuda() if self.type == "cuda" else operator_costs.cpu()
 
     @property
     def workspace_bytes(self) -> int:

@@ -12,14 +12,10 @@ _FLOAT32 = 4
 
 
 def disk_bytes(output: OutputSection, trace: Trace, *, adapts: bool) -> int:
-    """Bytes on disk: the checkpoints kept and the one being written, what is published, the merged model, and the base
-    that exact training starts from.
-    """
+    """Bytes on disk: the checkpoints kept and the one being written, what is published, and the merged model."""
     trained, checkpoint = _bytes(trace, "adapter"), checkpoint_bytes(trace)
     merged = _SIXTEEN_BIT * trace.parameters if output.merge and adapts else 0
-    base = ("base_weights", "quantization_state") if output.way == "exact" else ()
-    start = sum(_live_bytes(trace, category) for category in base)
-    return (output.keep + 1) * checkpoint + trained + merged + start
+    return (output.keep + 1) * checkpoint + trained + merged
 
 
 def checkpoint_bytes(trace: Trace) -> int:

@@ -71,7 +71,6 @@ def cpu() -> DeviceOperators:
             **fused.ON_CPU,
             "aten::_grouped_mm": _grouped_product_on_cpu,
             "bitsandbytes::gemm_4bit": _gemm_4bit_on_cpu,
-            "finetune::grid": fused.grid_of,
             "bitsandbytes::quantize_4bit": _quantize_4bit,
             "bitsandbytes::int8_vectorwise_quant": _quantize_int8,
             "bitsandbytes::int8_vectorwise_dequant": _dequantize_int8,
@@ -82,7 +81,7 @@ def cpu() -> DeviceOperators:
     )
 
 
-def cuda(capability: tuple[int, int] = (8, 9)) -> DeviceOperators:
+def cuda() -> DeviceOperators:
     """A CUDA card, from compute capability 7.5 to 12.0: bitsandbytes' optimizers are single kernels there."""
     return DeviceOperators(
         python={
@@ -90,10 +89,9 @@ def cuda(capability: tuple[int, int] = (8, 9)) -> DeviceOperators:
             "aten::slice_backward": _slice_backward,
             "bitsandbytes::gemm_4bit": _gemm_4bit,
             "bitsandbytes::int8_vectorwise_dequant": _dequantize_int8,
-            "finetune::grid": fused.grid_of,
         },
         scratch=_scratch_on_cuda,
-        flops=_flops_on_cuda(capability),
+        flops=_flops_on_cuda(),
         # Row sums, the gradients, and those of the queries from float32 (torch 2.13, flash_bwd_launch_template.h).
         launches=dict.fromkeys((f"{_FLASH}_backward", f"{_VARLEN}_backward"), 3),
         as_there=_on_cuda,
@@ -677,19 +675,12 @@ _FLOPS: dict[str, Callable[..., int]] = {
 _IS_CAUSAL = {_FLASH: 4, f"{_FLASH}_backward": 7, _VARLEN: 7, f"{_VARLEN}_backward": 10}
 
 
-_OVER_FLOAT32 = {(7, 5): 8, (8, 0): 16, (9, 0): 16, (10, 0): 28}
-"""How many operations in 16 bit a card does for one in float32, 4 at most on others (data sheets of T4, A100, H100 and
-B200; L4, A10 and RTX 6000 Ada)."""
-
-
-def _flops_on_cuda(capability: tuple[int, int]) -> dict[str, Callable[..., int]]:
-    slower = _OVER_FLOAT32.get(capability, 4)
+def _flops_on_cuda() -> dict[str, Callable[..., int]]:
     causal = {name: _causal_half(name) for name in _IS_CAUSAL}
     onto = ("aten::addmm_", "finetune::multiply_", "finetune::multiply_joined_", "finetune::add_product_")
     return {
         **_FLOPS, **causal, "finetune::product": lambda left, right, *_, **__: 2 * left.numel() * right.shape[1],
         "finetune::gated": _gated, "finetune::gated_backward_": _gated_backward,
-        "finetune::snap_": lambda out, codes, scales, offsets, a, b, *_, **__: 2 * a.numel() * len(b) * slower,
         **dict.fromkeys(onto, lambda held, left, right, *_, **__: 2 * left.numel() * right.shape[1]),
     }  # fmt: skip
 

@@ -134,7 +134,7 @@ class _Program:
     ends_on: int
 
 
-_OF_WORKSPACE = ("finetune::grid", "finetune::decode_packed_", "finetune::snap_")
+_OF_WORKSPACE = ("finetune::decode_packed_",)
 """Programs whose outputs are gone with the product that they are made for."""
 
 

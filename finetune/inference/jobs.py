@@ -13,7 +13,6 @@ from finetune.config.field_types import pick, shown
 from finetune.data import examples, images
 from finetune.errors import ConfigError, DataError
 from finetune.export import finished_run, served_model
-from finetune.export.rounding import exact_start
 from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
 from finetune.inference.generation import Answer
@@ -200,7 +199,7 @@ def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
         tokenizer = load_tokenizer(config.model, run.data(config.data))
     architecture = load_architecture(config.model)
     bounds.check_tokenizer(tokenizer, architecture, config.model)
-    base = build.load(config, architecture, device, exact_start.of_run(run))
+    base = build.load(config, architecture, device)
     if finished_run.weights_folder(run, config.adapter).exists():
         finished_run.base_of(run, config, note_beside_output)
     if which == "base":

@@ -8,8 +8,7 @@ Layers that take the same input are computed by one function, with U and S of al
 (`kernels.room`) and W must be decoded anyway, U is written there, and one product with [W | B] gives Y; in the same way
 S stands beside dY, and one product with [W; A] gives dX. Otherwise U Bᵀ is written first and X Wᵀ added by its own
 product, as S A before dY W: adding onto the larger of the two would round it twice, and read and write it once more.
-Base weights are decoded for each product, in both directions. Where the update is rounded with them to W^
-(`model.adapters.exact_layers`), W^ stands for W, and U Bᵀ and S A are left out.
+Base weights are decoded for each product, in both directions.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ from finetune.runtime import patches
 
 @dataclass(frozen=True)
 class FrozenLinear:
-    """The parameters of a frozen linear layer at the time of a call, and of its adapter, if any: A (r, H), B (O, r).
-
-    `rounded`: the update is rounded with the weight, and not added to the output.
-    """
+    """The parameters of a frozen linear layer at the time of a call, and of its adapter, if any: A (r, H), B (O, r)."""
 
     weight: Any
     bias: Tensor | None
@@ -44,10 +40,9 @@ class FrozenLinear:
     a: Tensor | None = None
     b: Tensor | None = None
     scale: float = 1.0
-    rounded: bool = False
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """W (O, H), or W^, in `dtype`; the weight itself if it has that type.
+        """W (O, H) in `dtype`; the weight itself if it has that type.
 
         A new block is freed after its product, and the caching allocator hands it out again for the next: between
         products its memory serves others.
@@ -55,12 +50,7 @@ class FrozenLinear:
         if self.weight.dtype is dtype:
             return self.weight.detach()
         out = torch.empty(self.outputs, self.inputs, dtype=dtype, device=self.weight.device)
-        if self.rounded:
-            assert self.a is not None
-            assert self.b is not None
-            ops.snap(out, self.weight, self.a.detach(), self.b.detach(), self.scale)
-        else:
-            ops.decode_(out, self.weight)
+        ops.decode_(out, self.weight)
         return out
 
     def decoded_once(self, dtype: torch.dtype) -> FrozenLinear:
@@ -115,10 +105,8 @@ def obstacle_together(modules: Sequence[nn.Module]) -> str | None:
     """Why linear layers of one input cannot be computed here together; None if they can."""
     if reason := next(filter(None, map(obstacle, modules)), None):
         return reason
-    adapted = [current(module) for module in modules if is_adapted(module)]
-    if len({layer.rounded for layer in adapted}) > 1:
-        return "updates of which some are rounded with their weights"
-    return "adapters of several scales" if len({layer.scale for layer in adapted}) > 1 else None
+    scales = {current(module).scale for module in modules if is_adapted(module)}
+    return "adapters of several scales" if len(scales) > 1 else None
 
 
 def current(module: Any) -> FrozenLinear:
@@ -134,15 +122,8 @@ def current(module: Any) -> FrozenLinear:
     return FrozenLinear(
         base.weight, base.bias, base.in_features, base.out_features,
         module.lora_A[name].weight, module.lora_B[name].weight,
-        0.0 if module.disable_adapters else module.scaling[name], is_rounded(module),
+        0.0 if module.disable_adapters else module.scaling[name],
     )  # fmt: skip
-
-
-def is_rounded(module: Any) -> bool:
-    """Whether an adapted layer rounds its update with its weight."""
-    from finetune.model.adapters.exact_layers import ExactLinear
-
-    return isinstance(module, ExactLinear)
 
 
 def ready(x: Tensor, modules: Sequence[Any]) -> bool:
@@ -243,7 +224,7 @@ def products(
     """
     inputs, columns = layers[0].inputs, _aligned(layers[0].inputs + rank(layers))
     decodes = any(layer.weight.dtype is not x.dtype for layer in layers)
-    if x.shape[1] >= columns > inputs and decodes and not rounds(layers):
+    if x.shape[1] >= columns > inputs and decodes:
         return _joined_products(x[:, :columns], layers, out, holds_low)
     low = x[:, inputs : inputs + rank(layers)] if holds_low else None
     x = x[:, :inputs]
@@ -252,7 +233,7 @@ def products(
     outputs = _split(_block(x, layers) if out is None else out, layers)
     for layer, output, own, upward in zip(layers, outputs, columns_of(layers), b, strict=True):
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        if upward is None or layer.rounded:
+        if upward is None:
             ops.multiply_(output, x, layer.decoded(x.dtype).t(), bias)
         else:
             ops.multiply_(output, low[:, own], upward.t(), bias)
@@ -334,7 +315,7 @@ class Backward:
             self._joined_product(self.joined, dx)
             return dx
         write = ops.multiply_
-        if len(self.a) and not rounds(self.layers):
+        if len(self.a):
             write(dx, self.s, self.a)
             write = ops.add_product_
         for layer, gradient in zip(self.layers, self.outer, strict=True):
@@ -378,7 +359,7 @@ class Backward:
 def _with_room_for_low(layers: Layers, gradient: Tensor) -> Tensor | None:
     """dY (n, O and columns for S) of a single adapted layer whose weight must be decoded, if it has room for them."""
     layer = layers[0]
-    if len(layers) > 1 or layer.a is None or layer.rounded or layer.weight.dtype is gradient.dtype:
+    if len(layers) > 1 or layer.a is None or layer.weight.dtype is gradient.dtype:
         return None
     end = layer.outputs + len(layer.a)
     wide = take_room(gradient)
@@ -422,11 +403,6 @@ def _aligned(columns: int) -> int:
 def _scale(layers: Layers) -> float:
     """The scale of the adapted layers, which is the same for all (`obstacle_together`)."""
     return next(layer.scale for layer in layers if layer.a is not None)
-
-
-def rounds(layers: Layers) -> bool:
-    """Whether the updates of the adapted layers are rounded with their weights (all or none: `obstacle_together`)."""
-    return any(layer.rounded for layer in layers)
 
 
 def columns_of(layers: Layers) -> list[slice]:

@@ -21,9 +21,7 @@ from torch.autograd.graph import increment_version
 
 from finetune.kernels.room import with_room
 from finetune.model.structure import packed as packed_weights
-from finetune.model.structure.block_fields import Grid
-from finetune.model.structure.fixed_point import POSITIONS
-from finetune.model.structure.packed import known_packing, packing_of
+from finetune.model.structure.packed import packing_of
 
 _library = torch.library.Library("finetune", "DEF")
 _aten = torch.ops.aten
@@ -364,38 +362,6 @@ def decode_(
         out.copy_(weight)
     if inputs is not None:
         _write_beside(whole[:, inputs:], beside, at)
-
-
-@_operator(
-    "(Tensor(a!) out, Tensor codes, Tensor scales, Tensor? offsets, Tensor a, Tensor b, float kappa, str form) -> ()"
-)
-def snap_(
-    out: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None, a: Tensor, b: Tensor, kappa: float, form: str
-) -> None:
-    """Write W^ into `out` (outputs, inputs): of the values scales * level - offsets those nearest to W + kappa b a.
-
-    `form` is the key of POSITIONS that `codes` are in. `scales` and `offsets` (outputs, groups), `a` (r, inputs) and
-    `b` (outputs, r) are in float32.
-    """
-    POSITIONS[form].snap_(codes, Grid(scales, offsets), out, a, b, kappa)
-
-
-def grid_of(fields: Tensor, columns: int, form: str) -> list[Tensor]:
-    """The scales of a weight's groups (outputs, groups), and their offsets if the format has some, from its fields."""
-    grid = POSITIONS[form].grid(fields, columns)
-    return [each for each in (grid.scales, grid.offsets) if each is not None]
-
-
-_library.define("grid(Tensor(a) fields, int columns, str form) -> Tensor(a)[]")  # one operator, for the forecast
-_library.impl("grid", grid_of, "CompositeExplicitAutograd")
-torch.library.register_fake("finetune::grid", grid_of, lib=_library)
-
-
-def snap(out: Tensor, weight: Any, a: Tensor, b: Tensor, kappa: float) -> None:
-    """Write W^ of a weight that is stored as positions (`model.structure.fixed_point`) into `out`; see `snap_`."""
-    how = known_packing(weight)
-    scales, *offsets = torch.ops.finetune.grid(how.scales, how.shape[-1], how.form)
-    snap_(out, weight.data, scales, offsets[0] if offsets else None, a.float(), b.float(), kappa, how.form)
 
 
 # Values of a block: few enough that intermediate results stay in a core's cache.

@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from finetune.kernels.room import with_room
-from finetune.model.structure.fixed_point import POSITIONS
 
 _TILE = 2048
 
@@ -397,55 +396,6 @@ def decode_4bit_(
     )  # fmt: skip
 
 
-@triton.jit
-def _snap(
-    out, codes, scales, offsets, a, b, levels, kappa, rows, width, out_row, rank, BIAS: tl.constexpr,
-    STEP: tl.constexpr, LOW: tl.constexpr, FIRST: tl.constexpr, LEVELS: tl.constexpr, EVEN: tl.constexpr,
-    SHIFTED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
-):  # fmt: skip
-    """A tile of W^; see `model.structure.fixed_point`, whose names it has."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    moved = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-    for start in range(0, rank, RANK):
-        at = start + tl.arange(0, RANK)
-        up = tl.load(b + row * rank + at[None, :], (row < rows) & (at < rank)[None, :], 0.0)
-        down = tl.load(a + at[:, None] * width + column, (at < rank)[:, None] & (column < width), 0.0)
-        # In full precision: with tf32, weights would differ from those that other devices compute.
-        moved = tl.dot(up * kappa, down, moved, input_precision="ieee")
-    inside = (row < rows) & (column < width)
-    group = row * (width // GROUP) + column // GROUP
-    scale = tl.load(scales + group, inside, 0.0)
-    moved *= tl.where(scale == 0.0, 0.0, tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale)))
-    position = (tl.load(codes + row * width + column, inside, 0).to(tl.float32) + BIAS) * STEP + moved
-    if EVEN:
-        level = tl.minimum(tl.maximum(tl.floor(position), 0.0), LEVELS - 1.0) + FIRST
-    else:
-        number = tl.zeros([ROWS, WIDTH], dtype=tl.int32)
-        for boundary in tl.static_range(LEVELS - 1):
-            middle = (tl.load(levels + boundary) + tl.load(levels + boundary + 1)) / 2
-            number += (position + LOW >= middle).to(tl.int32)
-        level = tl.load(levels + number)
-    level *= scale
-    if SHIFTED:
-        level -= tl.load(offsets + group, inside, 0.0)
-    tl.store(out + row * out_row + column, level.to(out.dtype.element_ty), inside)
-
-
-def snap_(
-    out: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None, a: Tensor, b: Tensor, kappa: float, form: str
-) -> None:
-    how, (rows, width) = POSITIONS[form], out.shape
-    codes, bias = (codes, 0.5) if how.bytes_each == 1 else (codes.view(torch.int16), 2**15 + 0.5)
-    levels = scales if how.even else _levels(how.form.levels, out.device)
-    _snap[triton.cdiv(rows, 32), triton.cdiv(width, 64)](
-        out, codes, scales.contiguous(), None if offsets is None else offsets.contiguous(), a.contiguous(),
-        b.contiguous(), levels, kappa, rows, width, out.stride(0), a.shape[0], BIAS=bias, STEP=how.step, LOW=how.low,
-        FIRST=float(how.form.levels[0]), LEVELS=len(how.form.levels), EVEN=how.even, SHIFTED=offsets is not None,
-        GROUP=how.form.group, ROWS=32, WIDTH=64, RANK=16, **_options(_TILE),
-    )  # fmt: skip
-
-
 def decode_int8_(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     grid, sizes = _tiles_of_columns(*out.shape)
     _decode_int8[grid](out, codes, scales, out.shape[-1], out.stride(0), **sizes)
@@ -474,12 +424,6 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 def _code(quant_type: str, device: torch.device) -> Tensor:
     """The 16 values of the type; they stay on the device."""
     return bnb.functional.get_4bit_type(quant_type, device)
-
-
-@cache
-def _levels(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """The levels of a format; they stay on the device."""
-    return torch.tensor(levels, dtype=torch.float32, device=device)
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from finetune.config import Config
 from finetune.data import inspection
 from finetune.data.encoded import IMAGES
 from finetune.data.prepare import Prepared
-from finetune.errors import ArtifactError
-from finetune.export.rounding import exact_start
 from finetune.forecast.job_forecast import Forecast
 from finetune.lifecycle import provenance, resume
 from finetune.lifecycle.preparation import JobInputs
@@ -102,29 +96,6 @@ def _reopen(run: RunDirectory, start: Start, inputs: JobInputs, note: Note) -> N
     run.event("resumed", step=start.step, checkpoint=start.checkpoint.name, learns=learns, world_size=world_size)
     why = "the newest complete checkpoint" if start.damaged else "the last checkpoint"
     note(f"resuming from {start.checkpoint}, {why}")
-
-
-def with_exact_start(
-    config: Config, run: RunDirectory, inputs: JobInputs, start: Start, device: torch.device, note: Note
-) -> JobInputs:
-    """`inputs` with the packed weights that training starts from (`rounding.exact_start`), if it rounds as it goes.
-
-    Rank 0 makes them, unless training goes on. Raises ArtifactError if they are damaged, or not here on another rank.
-    """
-    if not config.quantization.snap:
-        return inputs
-
-    def by_main() -> Path | None:
-        if not start.checkpoint:
-            rows, longest = inputs.data.train, config.data.max_length
-            exact_start.make(run, inputs.blueprint, rows, longest, config.training, device, note)
-        return exact_start.of_run(run)
-
-    folder = ranks.main_does(by_main)
-    with ranks.agreeing():
-        if exact_start.of_run(run) != folder:
-            raise ArtifactError(f"{folder}: not on the machine of rank {ranks.rank()}; share the folder of the run")
-    return replace(inputs, blueprint=replace(inputs.blueprint, start=folder))
 
 
 def confirm_base(

@@ -134,10 +134,10 @@ def _refuse_other_ranks(of_ranks: list[dict[str, Any]]) -> None:
 
 def refuse_gone(run: RunDirectory) -> None:
     """Raise ConfigError if `run`, which is to go on, was started with a key or value that this version lacks."""
-    for key, message in gone_from(run.config_file).items():
+    for one in gone_from(run.config_file):
         raise ConfigError(
-            f"{run.config_file}: `{key}`: {message}. This run cannot go on without it: finish it with the version that "
-            "started it, or use --fresh to start over (the old run is moved aside)"
+            f"{run.config_file}: `{one.key}`: {one.message}. This run cannot go on without it: finish it with the "
+            "version that started it, or use --fresh to start over (the old run is moved aside)"
         )
 
 
@@ -162,12 +162,9 @@ def _cure(config: Config, changes: Mapping[str, tuple[Any, Any]]) -> str:
     before = {key: old for key, (old, _) in changes.items() if key.startswith("quantization.")}
     if config.output.serve is None or not before or len(before) < len(changes):
         return "Set another"
-    snap = before.pop("quantization.snap", config.quantization.snap)
     before = {"quantization.kind": config.quantization.kind, **before}
     held = " and ".join(f"`{key}: {str(old).lower()}`" for key, old in before.items())
-    if snap:
-        cure = f"set `output.way: exact` and `output.serve: {before['quantization.kind']}`"
-    elif contradictions(config.changed({**before, "quantization.snap": False, "output.way": "rounded"})):
+    if contradictions(config.changed({**before, "output.way": "rounded"})):
         cure = f"remove `output.serve` and set {held}"
     else:
         cure = f"set `output.way: rounded` and {held}"

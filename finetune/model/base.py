@@ -134,12 +134,12 @@ def _refuse_several_texts(architecture: Any) -> None:
 
 def load_base(
     section: ModelSection, quantization: QuantizationSection, architecture: Any, *, attention: str,
-    dtype: torch.dtype, device: torch.device, placement: Placement | None = None, start: Path | None = None,
+    dtype: torch.dtype, device: torch.device, placement: Placement | None = None,
 ) -> Any:  # fmt: skip
     """The base model on `device`; with a `placement`, of the decoder layers' linear weights only this rank's part.
 
     `attention` is the name of a transformers implementation; `dtype` is that of unquantized weights, and the compute
-    dtype of quantized ones. The packed weights that a folder `start` has are read from there.
+    dtype of quantized ones.
     Raises ArtifactError or MachineError if weights are missing or damaged.
     """
     if QUANTIZATIONS[quantization.kind].four_bit:
@@ -153,7 +153,7 @@ def load_base(
         )  # fmt: skip
     else:
         with placement.while_loading() if placement else contextlib.nullcontext():
-            model = _pretrained(section, architecture, quantization, attention, dtype, device, start)
+            model = _pretrained(section, architecture, quantization, attention, dtype, device)
         keep_training_layout(model)
     rope.forget_longer_batches(model)
     if section.vision == "adapter":
@@ -164,7 +164,7 @@ def load_base(
 
 def _pretrained(
     section: ModelSection, architecture: Any, quantization: QuantizationSection, attention: str, dtype: torch.dtype,
-    device: torch.device, start: Path | None,
+    device: torch.device,
 ) -> Any:  # fmt: skip
     from finetune.model.structure import quantizers
 
@@ -176,7 +176,7 @@ def _pretrained(
     if section.vocabulary:
         stored = load_architecture(section.model_copy(update={"vocabulary": None}))
         in_files.get_text_config().vocab_size = stored.get_text_config().vocab_size
-    with quantizers.used(start):
+    with quantizers.used():
         model, report = hub_call(
             f"model `{section.name}`",
             lambda: from_safetensors(

@@ -17,7 +17,7 @@ import torch
 from finetune.config import AdapterSection, Config, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
 from finetune.model.adapters import published, starting
-from finetune.model.adapters.adapter import attach, check_exact, check_rank
+from finetune.model.adapters.adapter import attach, check_rank
 from finetune.model.attention import backends as attentions
 from finetune.model.base import base_dtype, load_architecture, load_base
 from finetune.model.distributed.placement import Placement
@@ -33,8 +33,7 @@ from finetune.runtime.stages import stage
 @dataclass(frozen=True)
 class Blueprint:
     """The specification of a base: transformers' config, the name of an attention implementation, and the dtype of
-    unquantized weights, in which quantized ones compute. `start` is the folder of the packed weights that training
-    starts from, if it has some beside the base's files.
+    unquantized weights, in which quantized ones compute.
     """
 
     model: ModelSection
@@ -42,14 +41,13 @@ class Blueprint:
     architecture: Any
     attention: str
     dtype: torch.dtype
-    start: Path | None = None
 
     def load(self, device: torch.device, placement: Placement | None = None) -> Any:
         """The base with its weights on `device`; with a `placement`, which `trainable` needs too, this rank's part."""
         stage(f"loading the weights of {self.model.name}")
         return load_base(
             self.model, self.quantization, self.architecture,
-            attention=self.attention, dtype=self.dtype, device=device, placement=placement, start=self.start,
+            attention=self.attention, dtype=self.dtype, device=device, placement=placement,
         )  # fmt: skip
 
     def weightless(self, shorten: Callable[[Any], None] = lambda base: None) -> Any:
@@ -82,18 +80,16 @@ class Blueprint:
                 f"alone, as the loss does here: `{between[0]}` is between them; use another base"
             )
         check_rank(base, adapter)
-        if self.quantization.snap:
-            check_exact(base, adapter)
         published.check(base, lambda: weightless(self.model, self.architecture), adapter)
         if adapter.start_from:  # its tensors do not depend on the quantization, and DoRA would dequantize no weights
             starting.check(weightless(self.model, self.architecture), adapter)
         return mixtures[0]
 
 
-def blueprint(config: Config, architecture: Any, attention: str, start: Path | None = None) -> Blueprint:
+def blueprint(config: Config, architecture: Any, attention: str) -> Blueprint:
     """The blueprint of the job's base."""
     dtype = base_dtype(config.adapter, config.training)
-    return Blueprint(config.model, config.quantization, architecture, attention, dtype, start)
+    return Blueprint(config.model, config.quantization, architecture, attention, dtype)
 
 
 def choose_attention(config: Config, architecture: Any, device_type: str) -> tuple[str, str]:
@@ -133,10 +129,10 @@ def check_files(model: ModelSection, architecture: Any) -> None:
         streamed.Weights(weightless(model, architecture), files).check_tensors()
 
 
-def load(config: Config, architecture: Any, device: torch.device, start: Path | None = None) -> Any:
+def load(config: Config, architecture: Any, device: torch.device) -> Any:
     """The job's base on this machine, quantized as in training, but whole. Raises as `Blueprint.load` does."""
     attention, _ = choose_attention(config, architecture, device.type)
-    return blueprint(config, architecture, attention, start).load(device)
+    return blueprint(config, architecture, attention).load(device)
 
 
 def trainable(

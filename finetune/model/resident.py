@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from finetune.model.build import Blueprint
-from finetune.model.structure import packed_files
 from finetune.runtime import libraries
 
 
@@ -27,8 +26,7 @@ class ResidentBase:
     def load(self, blueprint: Blueprint, device: torch.device) -> Any:
         """The base of `blueprint` on `device`, with modules that nothing has changed."""
         parts = (blueprint.model, blueprint.quantization, blueprint.attention, blueprint.dtype)
-        start = blueprint.start and packed_files.digest(blueprint.start)
-        made_for = (*parts, start, blueprint.architecture.to_json_string(), device)
+        made_for = (*parts, blueprint.architecture.to_json_string(), device)
         if made_for != self._made_for:
             self._release()  # not two of them at a time
             libraries.exclude_from_collections()  # before the base, whose tensors are counted

@@ -163,7 +163,7 @@ class _ServedBase:
 
     def obstacle(self, way: str) -> Obstacle | None:
         """The first obstacle to a way to serve the model; None if there is none."""
-        obstacles = {"adapter": self._to_adapter, "rounded": self._to_rounding, "exact": self._to_exact}
+        obstacles = {"adapter": self._to_adapter, "rounded": self._to_rounding}
         return next(obstacles[way](), None)
 
     def refusal(self, found: Obstacle, way: str) -> str:
@@ -219,13 +219,6 @@ class _ServedBase:
                 "in training has one for each weight",
                 (f"name a base that is published in {self.serve}",),
             )
-
-    def _to_exact(self) -> Iterator[Obstacle]:
-        if self.serve not in serving.EXACT:
-            yield Obstacle(f"weights cannot be rounded to {self.serve} in training")
-        if self.published:
-            yield Obstacle(f"{self._published}, and most updates are too small to move such a weight to its next value")
-        yield from self._to_packed()
 
     def _to_packed(self) -> Iterator[Obstacle]:
         """Obstacles to a base that is held as files have it."""

@@ -44,7 +44,6 @@ class RunDirectory:
         self.reference_file = self.path / "reference.bin"
         self.lock_file = self.path / "lock"
         self.checkpoints = self.path / "checkpoints"
-        self.start = self.path / "start"
         self.adapter = self.path / "adapter"
         self.merged = self.path / "merged"
         self.plot_file = self.path / "training.png"
@@ -170,12 +169,6 @@ class RunDirectory:
         """SHA-256 of the packed weights that were last trained on; None if there were none."""
         packed = [event.get("sha256") for event in self.events() if event["event"] == "base_packed"]
         return packed[-1] if packed else None
-
-    @property
-    def start_sha256(self) -> str | None:
-        """SHA-256 of the files in `start`, since the run was last started from scratch; None if it has none."""
-        kept = [event.get("sha256") for event in self.events() if event["event"] in ("started", "start_kept")]
-        return kept[-1] if kept else None
 
     @property
     def has_results(self) -> bool:

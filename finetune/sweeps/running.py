@@ -29,7 +29,6 @@ from finetune.config.field_types import shown
 from finetune.data import fingerprint, prepare
 from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, InUseError, NumbersError, OutOfMemoryError, first_line
-from finetune.export.rounding import exact_start
 from finetune.lifecycle import provenance, resume
 from finetune.model import bounds, build, precision
 from finetune.model.adapters import adapter_files
@@ -438,7 +437,7 @@ class _Sweep:
             return _NOT_FINITE
         weights = run.adapter if share == 1 else resume.find(run).checkpoint
         assert weights, "a paused run has a checkpoint"
-        return self._losses(run.config(), weights, exact_start.of_run(run))
+        return self._losses(run.config(), weights)
 
     def _refuse_other_job(self, config: Config, run: RunDirectory, saved: Path) -> None:
         """Raise as training does for a checkpoint of other settings or rows, also where nothing is left to train."""
@@ -446,11 +445,11 @@ class _Sweep:
         config, _ = evidence.resolved_if_known(resume.as_started(allowed, run, fresh=False))
         provenance.changes_since(run, saved, {"config": config.model_dump(mode="json"), "data": self._rows})
 
-    def _losses(self, config: Config, weights: Path, start: Path | None) -> np.ndarray:
+    def _losses(self, config: Config, weights: Path) -> np.ndarray:
         """(sum, trained tokens) of each evaluation row, in the same order for all members."""
         architecture, device = load_architecture(config.model), this_device()
         attention, _ = build.choose_attention(config, architecture, device.type)
-        base = self.residents.load(build.blueprint(config, architecture, attention, start), device)
+        base = self.residents.load(build.blueprint(config, architecture, attention), device)
         model = adapter_files.load_adapter(base, weights, config.adapter)
         _, by_row = held_out_loss(model, self._tokenizer, self._data.eval, self._in_order(config))
         return by_row.numpy()

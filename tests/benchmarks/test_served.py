@@ -74,7 +74,7 @@ def test_what_the_result_has_is_not_measured_again(tmp_path: Path, monkeypatch: 
         return ({way: {kind: {"kept": 1.0}}} for way, kind in cells)
 
     monkeypatch.setattr(served, "measured", measured)
-    adapter, exact = ("adapter", "q4_0"), ("exact", "q4_0")
-    for cells in ([adapter], [adapter, exact], [adapter, exact]):
+    adapter, plain = ("adapter", "q4_0"), ("plain rounding", "q4_0")
+    for cells in ([adapter], [adapter, plain], [adapter, plain]):
         served.measure(tmp_path / "served.json", "built-in", tmp_path, 7, cells)
-    assert asked == [(7, [adapter]), (7, [exact])]
+    assert asked == [(7, [adapter]), (7, [plain])]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from finetune.config import Config, gone, values_of, written
-from finetune.errors import ConfigError
+from finetune.errors import ArtifactError, ConfigError
 from finetune.lifecycle import resume
 from finetune.settings import CHOICES, config_of, load_config
 from finetune.storage.rundir import RunDirectory
@@ -55,7 +57,7 @@ def test_a_run_with_what_is_gone_is_read_and_says_so_if_it_is_to_go_on(
     key: str, value: object, read_as: object, instead: str, tmp_path: Path
 ) -> None:
     finished = _run(tmp_path / "finished", key, value, "started", "saved", "trained", "finished")
-    config = config_of(finished)
+    config = finished.config()
     assert read_as is None or config.value(key) == read_as
     assert resume.is_finished(config, finished, lambda _: None, fresh=False)
     killed = _run(tmp_path / "killed", key, value, "started", "saved")
@@ -72,6 +74,16 @@ def test_a_key_that_is_gone_says_nothing_at_its_default_as_each_earlier_run_has_
     killed = _run(tmp_path / "killed", key, KEYS[key]["default"], "started", "saved")
     assert not resume.is_finished(config_of(killed), killed, lambda _: None, fresh=False)
     assert load_config(killed.config_file) == config_of(killed)
+
+
+@pytest.mark.parametrize(("key", "value", "read_as", "instead"), IN_USE)
+def test_weights_that_need_what_is_gone_are_refused_to_commands_that_use_them(
+    key: str, value: object, read_as: object, instead: str, tmp_path: Path
+) -> None:
+    run = _run(tmp_path / "finished", key, value, "started", "saved", "trained", "finished")
+    lost = (KEYS.get(key) or VALUES[key][str(value)]).get("lost")
+    with pytest.raises(ArtifactError, match=re.escape(lost)) if lost else contextlib.nullcontext():
+        config_of(run)
 
 
 def test_what_is_in_the_table_no_longer_exists() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from finetune.cli.output import announce
 from finetune.config import Config, dump, values_of
-from finetune.config.serving import EXACT, GGUF, GRIDS, RUNTIMES, SERVED, WAYS, resolved
+from finetune.config.serving import GGUF, GRIDS, RUNTIMES, SERVED, resolved
 from finetune.errors import ConfigError
 from finetune.lifecycle import provenance
 from finetune.model import bounds
@@ -28,32 +28,30 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
-def chosen(config: Config) -> tuple[str | None, str, str, bool]:
+def chosen(config: Config) -> tuple[str | None, str, str]:
     config, _ = resolved(config)
-    return config.output.runtime, config.output.way, config.quantization.kind, config.quantization.snap
+    return config.output.runtime, config.output.way, config.quantization.kind
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], (None, "auto", "nf4", False)),
-        (["output.serve=q4_k_m"], ("llama.cpp", "adapter", "q4_k_m", False)),
-        (["output.serve=q4_k_m", "quantization.kind=auto"], ("llama.cpp", "adapter", "q4_k_m", False)),
-        (["output.serve=q4_k_m", "output.runtime=ollama"], ("ollama", "rounded", "nf4", False)),
-        (["output.serve=q4_k_m", "output.runtime=vllm"], ("vllm", "rounded", "nf4", False)),
-        (["output.serve=fp8"], ("vllm", "adapter", "fp8", False)),
-        (["output.serve=fp8", "output.runtime=sglang"], ("sglang", "rounded", "nf4", False)),
-        (["output.serve=16bit", "output.runtime=sglang"], ("sglang", "adapter", "none", False)),
-        (["output.serve=16bit", "output.runtime=ollama"], ("ollama", "rounded", "nf4", False)),
-        (["output.serve=q5_k_m", "output.way=exact"], ("llama.cpp", "exact", "q5_k_m", True)),
-        (["output.serve=nvfp4", "output.way=exact"], ("vllm", "exact", "nvfp4", True)),
-        (["output.serve=nvfp4", "output.runtime=llama.cpp"], ("llama.cpp", "rounded", "nf4", False)),
-        (["output.serve=q5_k_m", "output.way=rounded"], ("llama.cpp", "rounded", "nf4", False)),
+        ([], (None, "auto", "nf4")),
+        (["output.serve=q4_k_m"], ("llama.cpp", "adapter", "q4_k_m")),
+        (["output.serve=q4_k_m", "quantization.kind=auto"], ("llama.cpp", "adapter", "q4_k_m")),
+        (["output.serve=q4_k_m", "output.runtime=ollama"], ("ollama", "rounded", "nf4")),
+        (["output.serve=q4_k_m", "output.runtime=vllm"], ("vllm", "rounded", "nf4")),
+        (["output.serve=fp8"], ("vllm", "adapter", "fp8")),
+        (["output.serve=fp8", "output.runtime=sglang"], ("sglang", "rounded", "nf4")),
+        (["output.serve=16bit", "output.runtime=sglang"], ("sglang", "adapter", "none")),
+        (["output.serve=16bit", "output.runtime=ollama"], ("ollama", "rounded", "nf4")),
+        (["output.serve=nvfp4", "output.runtime=llama.cpp"], ("llama.cpp", "rounded", "nf4")),
+        (["output.serve=q5_k_m", "output.way=rounded"], ("llama.cpp", "rounded", "nf4")),
     ],
     ids=str,
 )
 def test_runtime_way_and_kind_follow_from_what_is_served(
-    job: Path, overrides: list[str], expected: tuple[str | None, str, str, bool]
+    job: Path, overrides: list[str], expected: tuple[str | None, str, str]
 ) -> None:
     config = load_config(job, overrides)
     assert chosen(config) == expected
@@ -65,7 +63,9 @@ def test_runtime_way_and_kind_follow_from_what_is_served(
     assert chosen(load_config(job)) == expected, "a run's own config says the same"
 
 
-@pytest.mark.parametrize(("written", "meant"), [("serve=FP8", "fp8"), ("runtime=VLLM", "vllm"), ("way=EXACT", "exact")])
+@pytest.mark.parametrize(
+    ("written", "meant"), [("serve=FP8", "fp8"), ("runtime=VLLM", "vllm"), ("way=ROUNDED", "rounded")]
+)
 def test_capital_letters_are_no_other_name(job: Path, written: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean `{meant}`"):
         load_config(job, ["output.serve=int4", f"output.{written}"])
@@ -107,26 +107,12 @@ _NO_ADAPTERS = [
     for form in runtime.reads
     if form not in runtime.adapters and form in ("q4_k_m", "mxfp4", "fp8")
 ]
-_EXACT = ("output.serve=q4_k_m", "output.way=exact")
 _ADAPTER = ("output.serve=q4_k_m", "output.way=adapter")
 _AUTO = ("output.serve=q4_k_m",)
 WRONG: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     *((broken, "output.runtime", ("output.runtime=vllm",)) for broken in _NOT_READ),
     *((broken, "output.way", ("output.way=rounded",)) for broken in _NO_ADAPTERS),
     (("output.runtime=vllm",), "output.runtime", ("output.serve=fp8",)),
-    (("output.way=exact",), "output.way", ("output.serve=q4_0",)),
-    (("output.serve=16bit", "output.way=exact"), "output.way", ("output.way=rounded",)),
-    ((*_EXACT, "adapter.dora=true"), "adapter.dora", ("adapter.dora=false",)),
-    ((*_EXACT, "adapter.dropout=0.1"), "adapter.dropout", ("adapter.dropout=0.0",)),
-    ((*_EXACT, "adapter.init=loftq"), "adapter.init", ("adapter.init=default",)),
-    ((*_EXACT, "output.merge=true"), "output.merge", ("output.merge=false",)),
-    ((*_EXACT, "adapter.extra_modules=[lm_head]"), "adapter.extra_modules", ("adapter.extra_modules=[]",)),
-    ((*_EXACT, "kernels.compile=layers"), "kernels.compile", ("kernels.compile=none",)),
-    (("output.serve=fp8", "output.way=exact"), "output.way", ("output.way=rounded",)),
-    (("quantization.snap=true",), "quantization.kind", ("quantization.kind=q4_0",)),
-    ((*_ADAPTER, "quantization.snap=true"), "quantization.snap", ("quantization.snap=false",)),
-    (("quantization.kind=q4_0", "quantization.snap=true", "training.objective=classification"), "quantization.snap",
-     ("quantization.snap=false",)),
     ((*_ADAPTER, "adapter.dora=true"), "adapter.dora", ("adapter.dora=false",)),
     (("output.serve=16bit", "output.way=adapter", "adapter.dora=true"), "adapter.dora", ("output.way=rounded",)),
     ((*_ADAPTER, "adapter.init=pissa"), "adapter.init", ("adapter.init=default",)),
@@ -164,7 +150,7 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
 
 
 def test_there_are_many_wrong_combinations() -> None:
-    assert len(WRONG) >= 40
+    assert len(WRONG) >= 35
     assert len(_NOT_READ) >= 5 <= len(_NO_ADAPTERS)
 
 
@@ -183,7 +169,6 @@ def test_a_contradiction_names_its_key_and_a_cure_that_works(
     load_config(job, [*kept, *cure])
 
 
-@pytest.mark.parametrize("way", [_ADAPTER, _EXACT], ids=str)
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -191,40 +176,24 @@ def test_a_contradiction_names_its_key_and_a_cure_that_works(
         "adapter.extra_modules=[norm]", "data.new_tokens=[<tool>]", "model.vocabulary=99000",
     ],
 )  # fmt: skip
-def test_what_a_way_excludes_is_reported_once_with_cures_that_leave_the_kind_to_it(
-    job: Path, way: tuple[str, ...], wrong: str
-) -> None:
+def test_what_a_way_excludes_is_reported_once_with_cures_that_leave_the_kind_to_it(job: Path, wrong: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load_config(job, [*way, wrong])
+        load_config(job, [*_ADAPTER, wrong])
     (said,) = str(error.value).splitlines()
     assert "`output.way: rounded`" in said
     assert "quantization.kind" not in said
-    rounded = [*way[:1], "output.way=rounded", wrong]
+    rounded = [*_AUTO, "output.way=rounded", wrong]
     load_config(job, [*rounded, *["quantization.kind=none"] * ("pissa" in wrong)])
 
 
 @pytest.mark.parametrize("objective", ["reward", "classification"])
 def test_a_head_for_scores_is_reported_once_whatever_is_served(job: Path, objective: str) -> None:
-    for way in ([], ["output.way=adapter"], ["output.way=rounded"], ["output.way=exact"]):
+    for way in ([], ["output.way=adapter"], ["output.way=rounded"]):
         with pytest.raises(ConfigError) as error:
             load_config(job, ["output.serve=q4_0", *way, f"training.objective={objective}"])
         (said,) = str(error.value).splitlines()
         assert "`output.serve`: a model with a head for scores is served as it is; remove it" in said
     load_config(job, ["quantization.kind=q4_0", f"training.objective={objective}"])
-
-
-def test_exact_is_advised_only_for_forms_that_training_rounds_to(job: Path) -> None:
-    for broken in _NO_ADAPTERS:
-        with pytest.raises(ConfigError) as error:
-            load_config(job, broken)
-        assert ("`exact`" in str(error.value)) == (broken[0].partition("=")[2] in EXACT)
-
-
-def test_the_way_and_its_table_are_all_tried() -> None:
-    assert WAYS.keys() == {"auto", "adapter", "rounded", "exact"}
-    assert {"adapter", "exact"} == {
-        one.split("=")[1] for broken, _, _ in WRONG for one in broken if "way=a" in one or "way=e" in one
-    }
 
 
 def base(folder: Path, **changed: object) -> Path:
@@ -274,35 +243,24 @@ _BESIDE = "output.way=adapter"
         ({"hidden_size": 192}, ["output.serve=fp8"], "output.serve", "output.serve=q8_0"),
         ({"hidden_size": 192}, ["output.serve=int4"], "output.serve", "output.serve=16bit"),
         ({"head_dim": 48}, ["output.serve=int4"], "output.serve", "output.serve=q8_0"),
-        ({"head_dim": 48}, ["output.serve=int4", "output.way=exact"], "output.serve", "output.serve=q8_0"),
         ({"head_dim": 48}, ["output.serve=fp8", "output.way=rounded"], "output.serve", "output.serve=16bit"),
         ({"intermediate_size": 500}, ["output.serve=mxfp4"], "output.serve", "output.serve=q8_0"),
         ({"intermediate_size": 500}, ["output.serve=nvfp4"], "output.serve", "output.serve=q8_0"),
-        (
-            {"intermediate_size": 528}, ["output.serve=nvfp4", "output.way=exact", "output.runtime=llama.cpp"],
-            "output.way", "output.serve=q8_0",
-        ),
-        (_NVFP4, ["output.serve=nvfp4", "output.way=exact"], "output.way", "output.way=adapter"),
         (_NVFP4, ["output.serve=nvfp4", "output.way=rounded"], "output.way", "output.way=adapter"),
         (_GGUF, ["output.serve=q4_0", "output.runtime=ollama"], "output.way", "output.runtime=llama.cpp"),
         (_GGUF, ["output.serve=q4_0", "output.way=rounded"], "output.way", "output.way=adapter"),
-        (_GGUF, ["output.serve=q4_k_m", "output.way=exact"], "output.way", "output.way=adapter"),
         (_MIXTURE, ["output.serve=q4_0", _BESIDE], "output.way", "adapter.expert_rank=0"),
         (_MIXTURE, ["output.serve=q4_0", _BESIDE], "output.way", "output.way=rounded"),
-        (_MIXTURE, ["output.serve=q4_0", _BESIDE], "output.way", "output.way=exact"),
         (_MIXTURE, ["output.serve=q4_0", _BESIDE, _BY_NAME], "output.way", "output.way=rounded"),
         (_MIXTURE, ["output.serve=fp8", _BESIDE], "output.way", "output.way=rounded"),
         (_MIXTURE, ["output.serve=fp8", _BESIDE], "output.way", "adapter.expert_rank=0"),
         (_MIXTURE | _FP8, ["output.serve=fp8"], "output.way", "adapter.expert_rank=0"),
         (_QWEN_35, ["output.serve=q4_k_m", _BESIDE], "output.way", "output.way=rounded"),
-        (_QWEN_35, ["output.serve=q4_k_m", "output.way=exact"], "output.way", "output.way=rounded"),
         ({}, ["output.serve=nvfp4", _BESIDE], "output.way", "output.way=rounded"),
-        ({}, ["output.serve=nvfp4", _BESIDE], "output.way", "output.way=exact"),
         ({"model_type": "olmo2"}, ["output.serve=q4_k_m"], "output.serve", "output.serve=16bit"),
         ({"hidden_act": "gelu"}, ["output.serve=q8_0"], "output.serve", "output.serve=16bit"),
         (_GPT_OSS, ["output.serve=fp8"], "output.serve", "output.serve=mxfp4"),
         (_GPT_OSS, ["output.serve=nvfp4", "output.way=rounded"], "output.serve", "output.serve=q8_0"),
-        (_GPT_OSS, ["output.serve=int4", "output.way=exact"], "output.serve", "output.serve=q8_0"),
         (_GPT_OSS, ["output.serve=mxfp4", _BESIDE], "output.way", "output.way=rounded"),
         (_WHOLE_EXPERTS, ["output.serve=int4"], "output.serve", "output.serve=fp8"),
         (_GPT_2, ["output.serve=int4"], "output.serve", "output.serve=16bit"),
@@ -318,7 +276,7 @@ _BESIDE = "output.way=adapter"
             "output.way=rounded",
         ),
         (_WIDE, ["output.serve=fp8", _BESIDE, "adapter.rank=600"], "output.way", "output.way=rounded"),
-        (_WIDE, ["output.serve=int4", _BESIDE, "adapter.ranks={q_proj: 513}"], "output.way", "output.way=exact"),
+        (_WIDE, ["output.serve=int4", _BESIDE, "adapter.ranks={q_proj: 513}"], "output.way", "output.way=rounded"),
     ],
     ids=str,
 )  # fmt: skip

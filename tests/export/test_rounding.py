@@ -35,7 +35,6 @@ from finetune.model.skeleton import make_buffers
 from finetune.model.source.locate import locate
 from finetune.model.structure import packed, quantizers
 from finetune.model.structure.block_formats import BLOCK_FORMATS, nearest, values
-from finetune.model.structure.fixed_point import POSITIONS, served
 from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory
 
@@ -71,22 +70,6 @@ def test_products_with_other_rows_are_nearer_than_after_plain_rounding(name: str
     stored = form.pack(codes, fields)
     again, unpacked = form.unpack(*stored)
     assert torch.equal(values(form, again, form.grid(unpacked)), found)
-
-
-@pytest.mark.parametrize("form", POSITIONS)
-def test_positions_are_rounded_to_what_is_as_near_as_compensated_weights(form: str) -> None:
-    """Also of levels at uneven distances, whose middles are within the interval of a position."""
-    weights, x = {"one": weight_of(64, 512), "two": weight_of(32, 512)}, inputs_of(512, 2048)
-    inputs, missed = InputSums({}), list[float]()
-    for key in weights:
-        inputs.add((key, 0), x)
-    for each in (served(form), form):
-        made = rounded(dict.fromkeys(weights, each), weights, inputs)
-        assert all(one.compensated.all() for one in made.values())
-        how = {key: packed.Packing(each, made[key].scales, weights[key].shape, torch.float32) for key in weights}
-        found = torch.cat([how[key].decoded(made[key].codes) for key in weights])
-        missed.append(error(torch.cat([*weights.values()]), found, inputs_of(512, 1024, seed=1)))
-    assert missed[1] < 1.04 * missed[0]
 
 
 def one_by_one(weight: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:

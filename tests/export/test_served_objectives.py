@@ -21,7 +21,6 @@ pytestmark = pytest.mark.slow
 
 WAYS = {
     "adapter": ["output.serve=q4_k_m"],
-    "exact": ["output.serve=q4_0", "output.way=exact"],
     "rounded": ["output.serve=q4_0", "output.way=rounded"],
 }
 TRAINED = sorted(OBJECTIVES.keys() - {"supervised", "reward", "classification"})
@@ -41,7 +40,9 @@ def row(objective: str, number: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("objective", "way"),
-    sampled([(objective, way) for objective in TRAINED for way in WAYS], ("kto", "adapter"), ("distillation", "exact")),
+    sampled(
+        [(objective, way) for objective in TRAINED for way in WAYS], ("kto", "adapter"), ("distillation", "rounded")
+    ),
 )
 def test_a_run_is_exported_as_it_is_served(
     objective: str, way: str, quick: Callable[..., Config], tmp_path: Path

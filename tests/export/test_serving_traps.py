@@ -1,7 +1,4 @@
-"""What went wrong elsewhere between training and serving, each with its report, and why it cannot here.
-
-Fused kernels, which skipped the rounding in Axolotl, are tried in tests/model/test_exact_layers.py.
-"""
+"""What went wrong elsewhere between training and serving, each with its report, and why it cannot here."""
 
 from __future__ import annotations
 

@@ -43,19 +43,16 @@ def test_two_ranks_train_what_one_trains_and_resume_to_the_same_bits(
     assert same_adapter(killed.run, whole.run)
 
 
-@pytest.mark.parametrize("way", sampled(["exact", "exact floats", "adapter", "gguf"], "exact", "gguf"))
+@pytest.mark.parametrize("way", sampled(["adapter", "gguf"], "gguf"))
 def test_two_ranks_on_what_is_served_train_what_one_trains_and_resume_to_the_same_bits(
     way: str, children: Children, rows_file: Path, shallow_base: Path, tmp_path: Path
 ) -> None:
     """Also on a GGUF file, whose folder both make at once."""
-    base, serve = shallow_base, {
-        "exact": ["output.serve=q4_0", "output.way=exact"], "exact floats": ["output.serve=nvfp4", "output.way=exact"],
-        "adapter": ["output.serve=q4_k_m"],
-    }  # fmt: skip
+    base = shallow_base
     if way == "gguf":
         base = tmp_path / "base.gguf"
         bench.export(shallow_base, AutoTokenizer.from_pretrained(shallow_base), base, "q4_k_m")
-    job = [*JOB, *serve.get(way, []), f"model.name={base}", f"data.train={rows_file}"]
+    job = [*JOB, "output.serve=q4_k_m", f"model.name={base}", f"data.train={rows_file}"]
     whole, killed, alone = (
         Together(children, job, RunDirectory(tmp_path / name)) for name in ("whole", "killed", "alone")
     )

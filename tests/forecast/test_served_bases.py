@@ -48,7 +48,7 @@ def test_unpacking_takes_the_memory_of_one_part(form: str) -> None:
     assert 4 * 2**24 <= held[0] <= 12 * 2**24
 
 
-@pytest.mark.parametrize("form", ["q4_k", "q6_k", "iq4_xs", "q8_0", "exact_q4_k"])
+@pytest.mark.parametrize("form", ["q4_k", "q6_k", "iq4_xs", "q8_0"])
 def test_packing_on_a_cpu_takes_the_memory_that_is_forecast(form: str) -> None:
     """Of a weight that is searched in four parts."""
     weight = torch.randn(1, 512, 1024).bfloat16()

@@ -23,7 +23,6 @@ with libraries.importing():  # as the command line does
     from finetune.kernels import decoding_kernels, ops, triton_kernels
     from finetune.kernels.head import LogProbs
     from finetune.model.structure import eight_bit, packed
-    from finetune.model.structure.fixed_point import POSITIONS
 
 # From Triton's tiles, whose sizes are powers of two: less than one, one, and more than one with a rest.
 WIDTHS = [1, 7, 96, 128, 2500]
@@ -263,25 +262,6 @@ def test_packed_weights_to_the_bit(form) -> None:
                 assert finite.float().mean() > 0.7
                 assert same.view(*shape, -1).all(-1)[finite].all()
                 assert torch.equal(out.isnan(), expected.isnan())
-
-
-@dtypes
-@pytest.mark.parametrize("rank", [3, 16, 40])
-@pytest.mark.parametrize("name", ["exact_q4_0", "exact_q4_k", "exact_q8_0", "exact_iq4_nl"])
-def test_weights_are_rounded_as_on_a_cpu(name, rank, dtype) -> None:
-    how = POSITIONS[name]
-    columns = 2 * how.form.columns
-    weight = packed.pack(name, torch.randn(75, columns))
-    grid = how.grid(weight.packing.scales, columns)
-    grid.scales[0, 0] = 0.0
-    args = weight.data, grid.scales, grid.offsets, torch.randn(rank, columns), torch.randn(75, rank) / 4, 0.5, name
-    found, expected = torch.zeros(2, 75, columns + 5, dtype=dtype)[..., :columns]
-    triton_kernels.snap_(found, *args)
-    ops.snap_(expected, *args)
-    # Sums in another order put few of them on the other side of the middle between two levels.
-    assert (found != expected).sum() <= 3
-    ops.decode_(expected, weight)
-    assert (found != expected).float().mean() > 0.1
 
 
 FAR = 2**30

@@ -219,10 +219,6 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "decode_packed_": (ops.decode_packed_, (
             strided(5, 32, dtype=dtype), blocks.data, blocks.packing.scales, "q8_0"
         )),
-        "snap_": (ops.snap_, (
-            strided(5, 64, dtype=dtype), torch.randint(256, (5, 64), dtype=torch.uint8), torch.rand(5, 2), None,
-            torch.randn(4, 64), torch.randn(5, 4), 0.5, "exact_q4_0",
-        )),
     }  # fmt: skip
 
 

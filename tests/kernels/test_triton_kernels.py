@@ -19,7 +19,6 @@ from triton.runtime.jit import JITFunction
 
 from finetune.kernels import decoding_kernels, triton_kernels
 from finetune.model.structure import packed
-from finetune.model.structure.fixed_point import POSITIONS
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -41,7 +40,7 @@ def test_the_kernels_compute_what_the_operators_do_on_a_cpu(chosen: str) -> None
 
 
 # The kernels that multiply tiles by factors of up to rank 256 (with rank 16, in 16 bit, 100 and 16 KiB).
-_LIMITS = dict.fromkeys(("_gated_low", "_gated_backward", "_snap"), (255, 48 * 1024))
+_LIMITS = dict.fromkeys(("_gated_low", "_gated_backward"), (255, 48 * 1024))
 
 
 def launch_all(dtype: torch.dtype) -> None:
@@ -80,12 +79,6 @@ def launch_all(dtype: torch.dtype) -> None:
         empty(11008, 4096 + 48), packed, scales, 64, "nf4", inputs=4096, beside=empty(11008, 16, dtype=single), at=16
     )
     triton_kernels.decode_int8_(out, empty(11008, 4096, dtype=torch.int8), empty(11008, dtype=single))
-    for name in ("exact_q4_k", "exact_q8_0", "exact_iq4_xs"):  # in 8 and in 16 bits, and of uneven levels
-        how = POSITIONS[name]
-        groups = empty(11008, 4096 // how.form.group, dtype=single)
-        codes = empty(11008, 4096 * how.bytes_each, dtype=torch.uint8)
-        factors = empty(16, 4096, dtype=single), empty(11008, 16, dtype=single)
-        triton_kernels.snap_(out, codes, groups, groups, *factors, 2.0, name)
     decode_packed(out, "q4_k")
 
 
@@ -116,7 +109,6 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(JITFunction, "__getitem__", launch)
     monkeypatch.setattr(triton_kernels, "_code", lambda kind, device: torch.empty(16, device="meta"))
     monkeypatch.setattr(decoding_kernels, "_table", lambda device: torch.empty(16, device="meta"))
-    monkeypatch.setattr(triton_kernels, "_levels", lambda levels, device: torch.empty(len(levels), device="meta"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", card)
     return kernels

@@ -297,18 +297,6 @@ SERVED = "output.serve=q4_0"
             [SERVED, "output.way=adapter", "quantization.kind=q4_0"], [SERVED, "output.runtime=ollama"],
             "remove `output.serve` and set `quantization.kind: q4_0`",
         ),
-        (
-            [SERVED, "output.way=exact"], [SERVED, "output.runtime=llama.cpp"],
-            "set `output.way: exact` and `output.serve: q4_0`",
-        ),
-        (
-            [SERVED, "output.way=adapter"], [SERVED, "output.way=exact"],
-            "remove `output.serve` and set `quantization.kind: q4_0`",
-        ),
-        (
-            [SERVED, "output.way=exact"], ["output.serve=q8_0", "output.way=exact"],
-            "set `output.way: exact` and `output.serve: q4_0`",
-        ),
     ],
 )  # fmt: skip
 def test_a_run_whose_base_was_held_for_another_way_to_serve_says_what_to_set(

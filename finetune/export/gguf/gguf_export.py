@@ -81,7 +81,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     rows, labels = ([row[:longest] for row in each] for each in (job.rows, job.labels))
     job = replace(job, rows=rows, labels=labels)
     dtype = _dtype(job)
-    model = job.trained_model(dtype)
+    model = job.load_merged(dtype)
     trained = proof.logits(model, job.rows)
     approximated, expected = _approximated(job, model, trained)
     dtype, config = model.dtype, model.config
@@ -115,9 +115,9 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         same_top=readable or not TYPES[job.kind].recipe,
         nearly=llama_cpp.NEARLY if TYPES[job.kind].recipe else 0.0,
     )  # fmt: skip
-    differing = gguf_model.differing(job.run.merged, config, file, job.packed)
-    if job.rounded:  # every weight is as it was rounded; how many that changed is another question
-        differing = gguf_model.differing(job.run.merged, config, file, {})
+    if job.packed:  # raises unless every weight is as it was rounded
+        gguf_model.differing(job.run.merged, config, file, job.packed)
+    differing = gguf_model.differing(job.run.merged, config, file, {})
     return {
         "type": job.kind,
         "file": file.name,

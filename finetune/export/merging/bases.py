@@ -7,14 +7,13 @@ at a time on the device.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
 
 from finetune.config import Config, QuantizationSection
 from finetune.data.images import NO_IMAGES, ShownImages
@@ -28,7 +27,7 @@ from finetune.model.build import Blueprint
 from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import make_buffers
 from finetune.model.source import prequantized
-from finetune.model.structure import composite, experts, packed, sequence_head, streamed
+from finetune.model.structure import composite, experts, sequence_head, streamed
 from finetune.runtime import libraries
 from finetune.storage import weight_files
 
@@ -45,22 +44,20 @@ ONTO: dict[Onto, str] = {
 
 class Bases:
     """The base of a run in its files: to merge into, and to run on rows that show the images `shown`, of `longest`
-    tokens at most. A folder `start` has the packed weights that training started from.
+    tokens at most.
     """
 
     def __init__(
         self, config: Config, adapter: Path, files: list[Path], device: torch.device, shown: ShownImages = NO_IMAGES,
-        longest: int = proof.ROW_TOKENS, start: Path | None = None,
+        longest: int = proof.ROW_TOKENS,
     ) -> None:  # fmt: skip
         if not files:
             raise ArtifactError(
                 f"the weights of {config.model.name} are not in safetensors files, which a merge reads; convert them"
             )
         self.config, self.adapter, self.files, self.device, self._shown = config, adapter, files, device, shown
-        self._start = start
         precision = PRECISIONS[config.training.precision]
-        # Weights trained as they are served must not be rounded any further, norms included.
-        self.dtype = self.compute_dtype = precision.dtype if config.quantization.snap else precision.merged
+        self.dtype = self.compute_dtype = precision.merged
         self.architecture = load_architecture(config.model)
         self.requantized = prequantized.requantizes(config.quantization, self.architecture)
         text = self.architecture.get_text_config()
@@ -89,7 +86,7 @@ class Bases:
         from finetune.model.structure import quantizers
 
         quantized = self._weightless(self.architecture, self.config.quantization)
-        return Merging(self, quantizers.roundings(quantized, self._start))
+        return Merging(self, quantizers.roundings(quantized))
 
     def make_buffers(self) -> None:
         """Make the buffers that the models need to run."""
@@ -145,17 +142,6 @@ class Merging:
     bases: Bases
     quantized: dict[str, Rounding]
 
-    @property
-    def exact(self) -> bool:
-        """Whether the update is rounded with the weights, as in training."""
-        return self.bases.config.quantization.snap
-
-    def served(self, name: str) -> nn.Parameter:
-        """A packed weight of the model that an exact training computed with, in the form that is served."""
-        return self.quantized[name].served(
-            self._in_training(self.bases.weights[name]), self.bases.updates.factors(name)
-        )
-
     def base(self, name: str) -> torch.Tensor | None:
         """A weight of the base that is merged into; None for a buffer that the files lack."""
         weight = self.bases.weights.get(name)
@@ -164,12 +150,7 @@ class Merging:
     def adapted(self, name: str) -> torch.Tensor | None:
         """A weight of that base with the adapter, by its name in PEFT's model."""
         own = self.bases.updates.fetch(name)
-        if not self.exact:
-            return self.base(base_name(name)) if own is None else own
-        if own is None:
-            weight = self.bases.weights.get(base_name(name))
-            return None if weight is None else self._updated(base_name(name), weight)
-        return torch.zeros_like(own) if ".lora_B." in name else own  # the base's weights have the update already
+        return self.base(base_name(name)) if own is None else own
 
     def rounded_at_random(self, name: str) -> torch.Tensor | None:
         """`adapted`, with an error like that of rounding in each weight that the adapter changes, and each other one of
@@ -200,20 +181,11 @@ class Merging:
     def _base(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if name not in self.quantized:
             return weight
-        return self.quantized[name].trained_against(self._in_training(weight))
-
-    def _in_training(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(self.bases.device, PRECISIONS[self.bases.config.training.precision].dtype)
-
-    def _updated(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """A weight with the adapter, not yet rounded to 16 bit."""
-        if not (self.exact and name in self.quantized):
-            return self.bases.updates.apply(name, self._base(name, weight))
-        values = packed.exact(self.served(name))
-        return values.T if self.quantized[name].transposed else values
+        dtype = PRECISIONS[self.bases.config.training.precision].dtype
+        return self.quantized[name].trained_against(weight.to(self.bases.device, dtype))
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        return self._rounded(self._updated(name, weight))
+        return self._rounded(self.bases.updates.apply(name, self._base(name, weight)))
 
     def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
         if not weight.is_floating_point():
@@ -222,19 +194,3 @@ class Merging:
             refuse_not_finite(self.bases.config.model)
             raise ArtifactError(f"{self.bases.adapter}: the merged weights are not finite; train again")
         return weight.to(self.bases.dtype)
-
-
-class ServedWeights(Mapping[str, nn.Parameter]):
-    """The packed weights of a run that was trained as it is served, by the model's names; each is made when read."""
-
-    def __init__(self, merging: Merging) -> None:
-        self._merging = merging
-
-    def __getitem__(self, name: str) -> nn.Parameter:
-        return self._merging.served(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._merging.quantized)
-
-    def __len__(self) -> int:
-        return len(self._merging.quantized)

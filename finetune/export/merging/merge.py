@@ -28,7 +28,6 @@ from finetune.export.card import model_card
 from finetune.export.export_formats import FORMATS
 from finetune.export.merging import merged_files
 from finetune.export.merging.bases import ONTO, Bases, Merging, Onto
-from finetune.export.rounding import exact_start
 from finetune.model.base import load_architecture
 from finetune.model.source import file_hashes, identity, prequantized, vision
 from finetune.model.source.locate import weights_directory
@@ -61,8 +60,7 @@ def merge(
     folder = weights_directory(config.model.name, config.model.revision, download=True)
     base_identity = finished_run.base_of(run, config, note)
     longest = max([proof.ROW_TOKENS, *map(len, compared.ids)])
-    files, start = identity.loaded_files(folder), exact_start.of_run(run)
-    bases = Bases(config, run.adapter, files, device, compared.shown, longest, start)
+    bases = Bases(config, run.adapter, identity.loaded_files(folder), device, compared.shown, longest)
     made_from = {
         "onto": chosen, "base": base_identity, "dtype": str(bases.dtype),
         "adapter": file_hashes.sha256(run.adapter / "adapter_model.safetensors"),
@@ -98,17 +96,14 @@ def whole(run: RunDirectory, config: Config) -> dict[str, Any]:
 
 
 def _chosen(config: Config, onto: str | None) -> Onto:
-    # LoftQ's adapter corrects the error of one quantization, and an exact one is rounded with it.
-    exact = config.quantization.snap
-    needed: Onto | None = "quantized" if config.adapter.init == "loftq" or exact else None
+    loftq = config.adapter.init == "loftq"
     if onto is None:
-        return needed or "16-bit"
+        return "quantized" if loftq else "16-bit"
     pick(ONTO, onto, "base")
     if onto == "quantized" and not prequantized.requantizes(config.quantization, load_architecture(config.model)):
         raise ConfigError("`quantized`: the base of this run was not quantized for training; merge onto `16-bit`")
-    if onto == "16-bit" and needed:
-        why = "`output.way: exact` rounds the update with" if exact else "an adapter of LoftQ corrects"
-        raise ConfigError(f"`16-bit`: {why} the quantized base; merge onto `quantized`")
+    if onto == "16-bit" and loftq:
+        raise ConfigError("`16-bit`: an adapter of LoftQ corrects the quantized base; merge onto `quantized`")
     return "quantized" if onto == "quantized" else "16-bit"
 
 

@@ -65,23 +65,6 @@ class Updates:
         layer.merge()
         return getattr(layer.get_base_layer(), part).data
 
-    def factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-        """A, B and scale of an adapted weight (`fixed_point.Update`), on the device in float32; None without an
-        adapter.
-        """
-        from peft.tuners.lora import ParamWrapper
-
-        if name not in self._layers:
-            return None
-        path, layer, _ = self._layers[name]
-        a, b = (
-            self._stored.read(self._stored.name(f"{path}.{factor}.default.weight")).to(self._device, torch.float32)
-            for factor in ("lora_A", "lora_B")
-        )
-        if isinstance(layer, ParamWrapper):
-            a, b = layer.factors(a, b)
-        return a, b, layer.scaling["default"]
-
     def fetch(self, name: str) -> torch.Tensor | None:
         """The adapter's own weight of this name in the PeftModel; None for a weight of the base."""
         trained = ".default." in name or name.endswith(new_rows.TRAINED)

@@ -10,15 +10,13 @@ Shapes: weights (rows, columns), Hessians (columns, columns), all in float32.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from finetune.model.structure.block_fields import BlockFields, Grid
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat, nearest, values
-from finetune.model.structure.fixed_point import FixedPoint
 
 DAMPING = 0.01
 """What is added to the diagonal of a Hessian, relative to its mean (section 3.3, step 3)."""
@@ -32,26 +30,6 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
 
     A column that no input had is rounded by itself.
     """
-    _, codes, fields = _swept(form, functools.partial(nearest, replace(form, group=1)), weight, hessian)
-    return codes, fields
-
-
-def made_up_for(
-    positions: FixedPoint, weight: torch.Tensor, hessian: torch.Tensor
-) -> tuple[torch.Tensor, BlockFields]:  # fmt: skip
-    """`weight` with each column corrected for the rounding errors of the columns before it, and the fields.
-
-    The error is that of the value that a position is rounded to.
-    """
-    weight, _, fields = _swept(positions.form, positions.nearest, weight, hessian)
-    return weight, fields
-
-
-def _swept(
-    form: BlockFormat, code_of: Callable[[torch.Tensor, Grid], torch.Tensor], weight: torch.Tensor,
-    hessian: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, BlockFields]:  # fmt: skip
-    """Weights as they are when they are rounded, codes and fields."""
     damped = _damped(hessian)
     importance = damped.diagonal().clone()
     factor = _inverse_factor(damped)
@@ -63,13 +41,13 @@ def _swept(
         errors = torch.empty_like(part)
         for column, grid in enumerate(search.grids(part, start)):
             wanted = part[:, column : column + 1]
-            code = code_of(wanted, grid)
+            code = nearest(single, wanted, grid)
             codes[:, start + column] = code[:, 0]
             error = (wanted - values(single, code, grid)) / own[column, column]
             errors[:, column] = error[:, 0]
             part[:, column + 1 :] -= error * own[column, column + 1 :]
         weight[:, start + width :] -= errors @ factor[start : start + width, start + width :]
-    return weight, codes, search.fields()
+    return codes, search.fields()
 
 
 class _FieldSearch:
@@ -80,8 +58,7 @@ class _FieldSearch:
 
     def __init__(self, form: BlockFormat, weight: torch.Tensor, importance: torch.Tensor) -> None:
         self._form, self._importance, self._found = form, importance, list[BlockFields]()
-        of_all = form.grid is BLOCK_FORMATS["nvfp4"].grid  # also where all weights share the factor (`fixed_point`)
-        self._whole = form.search(weight, importance) if of_all else None
+        self._whole = form.search(weight, importance) if form is BLOCK_FORMATS["nvfp4"] else None
 
     def grids(self, part: torch.Tensor, start: int) -> Iterator[Grid]:
         """The grid (rows, 1) of each column of `part`, whose first is `start`; `part` may change between two."""

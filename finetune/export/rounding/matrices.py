@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from finetune.errors import ArtifactError
-from finetune.export.rounding.compensated import compensated, made_up_for
+from finetune.export.rounding.compensated import compensated
 from finetune.export.rounding.inputs import InputSums, Key
 from finetune.model.structure import packed
 from finetune.model.structure.block_fields import BytesAndScales
 from finetune.model.structure.block_formats import BLOCK_FORMATS
-from finetune.model.structure.fixed_point import POSITIONS, served
 
 TOKENS_PER_COLUMN = 1 / 8
 """Tokens for each column from which on errors are made up for.
@@ -34,8 +33,7 @@ class RoundedWeight:
 def rounded(
     forms: Mapping[str, str], weights: Mapping[str, torch.Tensor], inputs: InputSums | None = None
 ) -> dict[str, RoundedWeight]:
-    """Round `weights` (rows, columns) or (experts, rows, columns) to `forms`, by name, or move them to where they
-    would be rounded from if a form is of positions (`fixed_point`).
+    """Round `weights` (rows, columns) or (experts, rows, columns) to `forms`, by name.
 
     A matrix that `inputs` saw too few tokens of, or of a form without a grid, is rounded by itself. Raises
     ArtifactError for inputs that are not finite.
@@ -47,7 +45,7 @@ def rounded(
         matrices = {key: _matrix(weights, key) for key in keys}
         columns = matrices[keys[0]].shape[-1]
         seen = min(inputs.tokens[key] for key in keys)
-        if seen >= TOKENS_PER_COLUMN * columns and columns % BLOCK_FORMATS[served(form)].columns == 0:
+        if seen >= TOKENS_PER_COLUMN * columns and columns % BLOCK_FORMATS[form].columns == 0:
             made |= _apart(matrices, _compensated(form, matrices, inputs.sum(source)))
             corrected.update(keys)
         else:
@@ -64,7 +62,7 @@ def _together(
     groups: dict[tuple[Key, str, str], list[Key]] = {}
     for name, weight in weights.items():
         form, rows = forms[name], weight.shape[-2]
-        if inputs is None or served(form) not in BLOCK_FORMATS:
+        if inputs is None or form not in BLOCK_FORMATS:
             continue
         for key in _keys(name, weight):
             if source := inputs.source(key):
@@ -81,13 +79,7 @@ def _compensated(form: str, matrices: Mapping[Key, torch.Tensor], hessian: torch
         raise ArtifactError(
             f"the inputs of `{next(iter(matrices))[0]}` are not finite in the training rows; train again"
         )
-    whole = _joined(matrices).float()
-    if positions := POSITIONS.get(form):
-        values, fields = made_up_for(positions, whole, hessian)
-        codes, scales = packed.empty(form, values)
-        positions.encode_with(fields, values, codes, scales)
-        return codes, scales
-    return BLOCK_FORMATS[form].pack(*compensated(BLOCK_FORMATS[form], whole, hessian))
+    return BLOCK_FORMATS[form].pack(*compensated(BLOCK_FORMATS[form], _joined(matrices).float(), hessian))
 
 
 def _apart(matrices: Mapping[Key, torch.Tensor], stored: BytesAndScales) -> dict[Key, BytesAndScales]:

@@ -14,7 +14,6 @@ from torch import nn
 from finetune.export.rounding.matrices import RoundedWeight
 from finetune.model.recompute import checkpointing
 from finetune.model.structure import experts, packed
-from finetune.model.structure.packed_files import scales_of
 from finetune.storage import weight_files
 
 
@@ -60,7 +59,7 @@ class PartFiles:
         """Write the file of a part. Raises OSError."""
         tensors: dict[str, torch.Tensor] = {}
         for name, one in weights.items():
-            tensors |= {name: one.codes, scales_of(name): one.scales, f"{name}.compensated": one.compensated}
+            tensors |= {name: one.codes, _scales_of(name): one.scales, f"{name}.compensated": one.compensated}
         layout = self._layout(part)
         weight_files.write(self._path(part), layout, (tensors[name] for name in layout.tensors))
 
@@ -70,7 +69,7 @@ class PartFiles:
         for name, form in part.forms.items():
             own = self._model.get_parameter(name)
             how = packed.Packing(
-                form, self._stored(part, scales_of(name)), own.shape, own.dtype, name in self.transposed
+                form, self._stored(part, _scales_of(name)), own.shape, own.dtype, name in self.transposed
             )
             weights[name] = packed.packed(self._stored(part, name), how)
         return weights
@@ -98,7 +97,12 @@ class PartFiles:
             matrices = shape[0] if len(shape) == 3 else 1
             tensors |= {
                 name: (torch.uint8, codes),
-                scales_of(name): (packed.FORMS[form].scale_dtype, scales),
+                _scales_of(name): (packed.FORMS[form].scale_dtype, scales),
                 f"{name}.compensated": (torch.bool, torch.Size([matrices])),
             }
         return weight_files.FileLayout(dict(sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)))
+
+
+def _scales_of(name: str) -> str:
+    """The name of the scales of a weight."""
+    return f"{name}.scales"

@@ -62,41 +62,26 @@ def rounded(
     def rounding(folder: Path) -> LayerRounding:
         return LayerRounding(model, streamed.Weights(model, files, dtype), form_of, ids, folder, job.device)
 
-    made = kept(target, made_from, rounding, f"rounding to {job.kind}", note)
+    made = rounding(target)
+    if _record(target).get("made_from") != made_from or not made.is_complete:
+        try:
+            with staged(target, made_from) as folder:
+                one = rounding(folder)
+                peak = memory.peak_bytes(one.model, one.parts, ids.shape, dtype)
+                tokens = f"{ids.numel():,} tokens of the training rows"
+                note(f"rounding to {job.kind} with {tokens}, in {amount(peak)} of memory")
+                make_buffers(model, job.device)
+                one.complete(lambda part: note(f"rounding part {one.parts.index(part) + 1} of {len(one.parts)}"))
+                record = {"tokens": ids.numel(), "rows": len(ids), "forecast_bytes": peak, "by_themselves": one.plain()}
+                write_json(folder / RECORD, {"made_from": made_from, **record})
+        except OSError as error:
+            raise MachineError(not_written(target, error)) from None
     facts = {key: value for key, value in _record(target).items() if key != "made_from"}
     return made.packed(), facts
 
 
-def kept(
-    target: Path, made_from: dict[str, Any], rounding: Callable[[Path], LayerRounding], what: str,
-    note: Callable[[str], None],
-) -> LayerRounding:  # fmt: skip
-    """The complete `rounding` in the folder `target`, made unless it is there with the same `made_from`.
-
-    Raises MachineError for a failed write, and as `LayerRounding.complete`.
-    """
-    made = rounding(target)
-    if made_from_of(target) == made_from and made.is_complete:
-        return made
-    ids = made.rows
-    try:
-        with staged(target, made_from) as folder:
-            one = rounding(folder)
-            peak = memory.peak_bytes(one.model, one.parts, ids.shape, one.model.dtype)
-            note(f"{what} with {ids.numel():,} tokens of the training rows, in {amount(peak)} of memory")
-            make_buffers(one.model, one.device)
-            one.complete(lambda part: note(f"rounding part {one.parts.index(part) + 1} of {len(one.parts)}"))
-            record = {"tokens": ids.numel(), "rows": len(ids), "forecast_bytes": peak, "by_themselves": one.plain()}
-            write_json(folder / RECORD, {"made_from": made_from, **record})
-    except OSError as error:
-        raise MachineError(not_written(target, error)) from None
-    return made
-
-
 def planned_bytes(config: Config, forms: Forms, device_type: str) -> int:
-    """Peak bytes on the device while a job's base or merged model is rounded to `output.serve` with enough training
-    rows.
-    """
+    """Peak bytes on the device while a job's merged model is rounded to `output.serve` with enough training rows."""
     dtype = computed_in(config.training, device_type)
     architecture, plain = load_architecture(config.model, listed=True), QuantizationSection(kind="none")
     model = Blueprint(config.model, plain, architecture, "sdpa", dtype).weightless()
@@ -107,11 +92,6 @@ def planned_bytes(config: Config, forms: Forms, device_type: str) -> int:
 def computed_in(training: TrainingSection, device_type: str) -> torch.dtype:
     """The type in which layers are run and rounded: a CPU multiplies float32 as fast, and one layer is small."""
     return torch.float32 if device_type == "cpu" else PRECISIONS[training.precision].merged
-
-
-def made_from_of(folder: Path) -> Any:
-    """What the rounding in `folder` was made from; None if there is none."""
-    return _record(folder).get("made_from")
 
 
 def _record(folder: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from finetune.model.base import TRAINED_DTYPES
 from finetune.model.precision import PRECISIONS
 from finetune.model.source import identity
 from finetune.model.source.locate import weights_directory
-from finetune.model.structure import composite, experts, fixed_point, linear_layers, packed, sequence_head
+from finetune.model.structure import composite, experts, linear_layers, sequence_head
 from finetune.runtime import patches
 from finetune.storage import weight_files
 
@@ -48,7 +48,6 @@ def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False,
     """`base` with a new adapter as `section` describes it; see `attach`."""
     from peft import get_peft_model
 
-    from finetune.model.adapters import exact_layers
     from finetune.model.adapters.expert_adapter import ParamWrapper
 
     config = lora_config(base, section)
@@ -70,7 +69,6 @@ def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False,
                 "choose others"
             ) from error
     config.task_type = task
-    exact_layers.attach(model)
     new_rows.complete(model)
     if composite.is_language_alone(base) or composite.beside_language(base):
         # A part of a name may mean layers of the other models as well.
@@ -140,24 +138,6 @@ def check_rank(base: Any, section: AdapterSection) -> None:
             f"than its smaller side, {side}; set `adapter.ranks: {{{sides_of}}}` or less, `adapter.rank` to {side} or "
             "less, or `init: default`"
         )
-
-
-def check_exact(base: Any, section: AdapterSection) -> None:
-    """Raise ConfigError if parts of the adapter cannot be rounded together with the weights of `base`."""
-    for name, weight in adapted_experts(base, section).items():
-        how = packed.packing_of(weight)
-        if how is None or how.transposed or not fixed_point.of(weight):
-            raise ConfigError(
-                f"`adapter.targets`: the update of `{name}` is not rounded with the experts in their form; set "
-                "`adapter.expert_rank: 0`, or `output.way: rounded`"
-            )
-    for name in ranks(base, section):
-        if not fixed_point.of(base.get_submodule(name).weight):
-            raise ConfigError(
-                f"`adapter.targets`: `{name}` is served in 16 bit, as no block of its form divides its "
-                f"{base.get_submodule(name).in_features} inputs, and would be rounded after training; leave it out, "
-                "or set `output.way: rounded`"
-            )
 
 
 def adapted_experts(base: Any, section: AdapterSection) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from peft.tuners.lora import layer as peft_layer
 from torch import nn
 from torch.nn import functional
 
-from finetune.model.structure import experts, fixed_point
+from finetune.model.structure import experts
 
 # Strides of the operands of CUDA's grouped product are multiples of 16 bytes (torch 2.13, `check_valid_strides`).
 _STRIDE_BYTES = 16
@@ -42,8 +42,6 @@ class ParamWrapper(peft_layer.ParamWrapper):
     in_features: int
     out_features: int
     _did_swap_in_out_features: bool
-    rounded = False
-    """Whether the update is rounded with the weights, which then have it in the forward pass (`exact_layers`)."""
 
     def __init__(self, base_layer: Any, adapter_name: str, parameter_name: str, config: Any, **options: Any) -> None:
         self._dropout = config.lora_dropout
@@ -51,11 +49,6 @@ class ParamWrapper(peft_layer.ParamWrapper):
             config = copy.copy(config)
             config.lora_dropout = 0.0  # PEFT refuses dropout here: its update of a weight has no input
         super().__init__(base_layer, adapter_name, parameter_name, config=config, **options)
-
-    def round_with_base(self) -> None:
-        """Have the base layer's experts round their weights with this update."""
-        self.rounded = True
-        experts.round_with(self.get_base_layer(), self.parameter_name, self)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         shape = experts.shape(self.get_param())
@@ -94,16 +87,6 @@ class ParamWrapper(peft_layer.ParamWrapper):
             hook.remove()
             vars(module).pop(self.parameter_name, None)
 
-    def factors(self, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factors (E, r, n) and (E, m, r) of the update, from PEFT's A (E r, in) and B (out, r E)."""
-        return self._sides(*self._by_expert(down, up))
-
-    def current_update(self) -> fixed_point.Update:
-        """The factors of the update, and its scale: 0 if the adapter is disabled."""
-        (name,) = self.active_adapters
-        factors = self.factors(self.lora_A[name].weight, self.lora_B[name].weight)
-        return *factors, 0.0 if self.disable_adapters else self.scaling[name]
-
     def _by_expert(self, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A (E, r, in) and B (E, r, out)."""
         each = up.reshape(up.shape[0], -1, self.num_experts).permute(2, 1, 0)
@@ -118,23 +101,20 @@ class ParamWrapper(peft_layer.ParamWrapper):
         both = self._by_expert(self.lora_A[adapter].weight, self.lora_B[adapter].weight)
         right, left = self._sides(*(_operand(one, weight.dtype) for one in both))
         dropout = self._dropout if self.training else 0.0
-        return LowRankSum(weight, left, right, self.scaling[adapter], dropout, has_term=self.rounded)
+        return LowRankSum(weight, left, right, self.scaling[adapter], dropout)
 
 
 class LowRankSum:
     """W + s left right, as the weights of experts in their products; the sum itself is only made for other uses.
 
     `weight` (E, m, n), or of some experts or one; `left` (E, m, r) and `right` (E, r, n), in its dtype. `dropout`: the
-    probability for an input of the low-rank term. `has_term`: W is the rounded sum already, and `left` and `right` get
-    their gradients as if it were not rounded.
+    probability for an input of the low-rank term.
     """
 
     def __init__(
-        self, weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, dropout: float,
-        *, has_term: bool = False,
-    ) -> None:  # fmt: skip
+        self, weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, dropout: float
+    ) -> None:
         self._weight, self._left, self._right, self._scale, self._dropout = weight, left, right, scale, dropout
-        self._has_term = has_term
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._weight, name)  # its shape, dtype or device
@@ -149,15 +129,11 @@ class LowRankSum:
         return self._of(self._weight.mT, self._right.mT, self._left.mT)
 
     def _of(self, weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> LowRankSum:
-        return LowRankSum(weight, left, right, self._scale, self._dropout, has_term=self._has_term)
+        return LowRankSum(weight, left, right, self._scale, self._dropout)
 
     def whole(self) -> torch.Tensor:
         """The sum as a tensor."""
-        return self._with_term(self._weight, self._scale * (self._left @ self._right))
-
-    def _with_term(self, value: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
-        summed: torch.Tensor = _WithGradientOf.apply(value, term) if self._has_term else value + term
-        return summed
+        return self._weight + self._scale * (self._left @ self._right)
 
     @classmethod
     def __torch_function__(
@@ -179,25 +155,9 @@ class LowRankSum:
     def _product(self, x: torch.Tensor, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """x @ (W + s left right), by products of two plain tensors."""
         dropped = functional.dropout(x, self._dropout) if self._dropout else x
-        if self._has_term:  # W has the term already, and so has the gradient of x
-            dropped = x.detach()
         # The scale is taken on the narrow side: on the wide one autograd would hold another gradient of its size.
         term = multiply(multiply(dropped, self._left) * self._scale, self._right)
-        return self._with_term(multiply(x, self._weight), term)
-
-
-class _WithGradientOf(torch.autograd.Function):
-    """Returns a value unchanged, and passes its gradient on to `term` as well, although the value does not depend on
-    it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gradient, gradient
+        return multiply(x, self._weight) + term
 
 
 def _operand(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

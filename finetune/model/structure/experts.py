@@ -12,12 +12,11 @@ import contextlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from finetune.model.structure import fixed_point
 from finetune.model.structure.packed import packing_of
 from finetune.runtime import patches
 
@@ -176,19 +175,6 @@ def unpack_in_forward(module: Any) -> None:
         module.register_forward_hook(unpacking.leave, always_call=True)
 
 
-class Rounded(Protocol):
-    """An adapter whose update is rounded with the weights of experts (`fixed_point`)."""
-
-    def current_update(self) -> fixed_point.Update: ...
-
-
-def round_with(module: nn.Module, name: str, adapter: Rounded) -> None:
-    """Let the pass of `module` see the values of its parameter `name` with the update of `adapter`."""
-    unpacking = _unpacking(module)
-    assert unpacking is not None
-    unpacking.rounded[name] = adapter
-
-
 def are_4_bit(model: nn.Module) -> bool:
     """Whether `quantize` made any experts of `model` 4-bit parameters."""
     return any(_unpacking(module) for module in model.modules())
@@ -228,7 +214,6 @@ class _Unpacking:
     def __init__(self) -> None:
         self.saves_packed = True
         """Whether autograd saves the packed experts for the dequantized ones; see `checkpointed`."""
-        self.rounded: dict[str, Rounded] = {}
         self._undo = contextlib.ExitStack()
 
     def enter(self, module: Any, inputs: Any) -> None:
@@ -236,30 +221,25 @@ class _Unpacking:
         self._undo = contextlib.ExitStack()
         for name, one in packed.items():
             self._undo.callback(setattr, module, name, one)
-            setattr(module, name, nn.Parameter(self._values(name, one), requires_grad=False))
+            setattr(module, name, nn.Parameter(_dequantized(one), requires_grad=False))
         if self.saves_packed and torch.is_grad_enabled():
             # Views of dequantized experts are saved as the packed experts and the view's shape.
-            by_storage = {_storage(getattr(module, name)): (name, one) for name, one in packed.items()}
+            by_storage = {_storage(getattr(module, name)): one for name, one in packed.items()}
 
             def pack(tensor: torch.Tensor) -> Any:
                 own = by_storage.get(_storage(tensor))
-                return tensor if own is None else (*own, tensor.shape, tensor.stride(), tensor.storage_offset())
+                return tensor if own is None else (own, tensor.shape, tensor.stride(), tensor.storage_offset())
 
             def unpack(saved: Any) -> torch.Tensor:
                 if isinstance(saved, torch.Tensor):
                     return saved
-                name, one, shape, stride, offset = saved
-                return self._values(name, one).as_strided(shape, stride, offset)
+                one, shape, stride, offset = saved
+                return _dequantized(one).as_strided(shape, stride, offset)
 
             self._undo.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
 
     def leave(self, module: Any, inputs: Any, output: Any) -> None:
         self._undo.close()
-
-    def _values(self, name: str, parameter: Any) -> torch.Tensor:
-        if (adapter := self.rounded.get(name)) is None:
-            return _dequantized(parameter)
-        return fixed_point.rounded(parameter, adapter.current_update(), parameter.packing.dtype)
 
 
 def _unpacking(module: nn.Module) -> _Unpacking | None:

@@ -103,21 +103,7 @@ def search_nvfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> Block
     """The largest value of a weight, or of an expert's, becomes 6 times 448, that of a block 6."""
     largest = _largest(weight, 16)
     divisor = (_E4M3.max * _LARGEST_E2M1 / largest.amax((-2, -1), keepdim=True)).nan_to_num_(nan=1.0, posinf=1.0)
-    return _divided(largest, divisor.repeat_interleave(weight.shape[-2], -2))
-
-
-SHARED_DIVISOR = 64.0
-"""A divisor for weights of any matrix: scales of blocks with largest values of 0.0015 to 42 keep their precision."""
-
-
-def search_shared_nvfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
-    """As `search_nvfp4`, with one divisor for all weights: servers compute some of them as one, with one divisor."""
-    largest = _largest(weight, 16)
-    return _divided(largest, largest.new_full((*largest.shape[:-1], 1), SHARED_DIVISOR))
-
-
-def _divided(largest: torch.Tensor, divisor: torch.Tensor) -> BlockFields:
-    """The fields of blocks with these largest values (..., rows, blocks), for divisors (..., rows, 1)."""
+    divisor = divisor.repeat_interleave(weight.shape[-2], -2)  # (..., rows, 1)
     each = (divisor * (largest / _LARGEST_E2M1)).clamp_(_SMALLEST_E4M3, _E4M3.max)
     factors = torch.cat((torch.ones_like(divisor), divisor), dim=-1)
     return {"factors": factors, "scales": each.to(torch.float8_e4m3fn)}

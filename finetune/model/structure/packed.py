@@ -22,9 +22,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from finetune.model.structure import block_formats, fixed_point
+from finetune.model.structure import block_formats
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat
-from finetune.model.structure.fixed_point import POSITIONS
 from finetune.model.structure.float_blocks import mxfp4_exponents, power_of_two
 
 # Values that are converted at a time, so that intermediate results stay small beside the weights.
@@ -128,15 +127,6 @@ def values(parameter: nn.Parameter) -> torch.Tensor:
 def exact(parameter: nn.Parameter) -> torch.Tensor:
     """The values of a packed parameter in float32, in which no form is rounded."""
     return known_packing(parameter).decoded(parameter.data, torch.float32)
-
-
-def as_served(parameter: nn.Parameter, update: fixed_point.Update | None = None) -> nn.Parameter:
-    """A packed parameter in its served form; one held as positions (`fixed_point`) is first rounded with an update."""
-    how, positions = packing_of(parameter), fixed_point.of(parameter)
-    if how is None or positions is None:
-        return parameter
-    codes, scales = positions.as_stored(parameter.data, how.scales, update)
-    return packed(codes, replace(how, form=positions.name, scales=scales))
 
 
 def packed(codes: torch.Tensor, how: Packing) -> nn.Parameter:
@@ -535,10 +525,6 @@ FORMS: dict[str, PackedForm] = {
         config="FineGrainedFP8Config",
     ),
     **{name: _in_blocks(name, form) for name, form in BLOCK_FORMATS.items() if name not in ("mxfp4", "nvfp4", "fp8")},
-    **{
-        name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode)
-        for name, how in POSITIONS.items()
-    },
 }  # fmt: skip
 """Forms by name, which is transformers' `quant_method` if that has a config for them."""
 

@@ -92,11 +92,11 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
     """
     import transformers
 
-    from finetune.model.structure import fixed_point, packed
+    from finetune.model.structure import packed
 
     kind = QUANTIZATIONS[section.kind]
     if kind.packed or published:
-        given = published or {"quant_method": fixed_point.held(section.kind, exact=section.snap)}
+        given = published or {"quant_method": section.kind}
         form = given["quant_method"]
         # Arguments passed to transformers 5.23 replace what config.json says, even with None.
         kept = given.get("modules_to_not_convert")

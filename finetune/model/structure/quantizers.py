@@ -38,7 +38,6 @@ from finetune.model.structure import (
     composite,
     eight_bit,
     experts,
-    fixed_point,
     linear_layers,
     older_loading,
     packed,
@@ -46,21 +45,18 @@ from finetune.model.structure import (
     sequence_head,
 )
 from finetune.model.structure.block_formats import BLOCK_FORMATS
-from finetune.model.structure.packed_files import PackedFiles
 from finetune.runtime import libraries, patches
 from finetune.storage import weight_files
 
 
 @contextlib.contextmanager
-def used(start: Path | None = None) -> Iterator[None]:
-    """In the block, transformers loads models with the quantizers of this module, and packed weights that a folder
-    `start` has (`packed_files`) from there. Raises ArtifactError for the first published weight that is damaged.
+def used() -> Iterator[None]:
+    """In the block, transformers loads models with the quantizers of this module. Raises ArtifactError for the first
+    published weight that is damaged.
     """
-    files = None if start is None else PackedFiles(start)
     failures: list[ArtifactError] = []
-    shared = {"failures": failures} | ({"start": files} if files else {})
     known = {
-        name: type(kind.__name__, (kind,), shared) if issubclass(kind, _Packed) else kind
+        name: type(kind.__name__, (kind,), {"failures": failures}) if issubclass(kind, _Packed) else kind
         for name, kind in _QUANTIZERS.items()
     }
     others = {name: FineGrainedFP8Config for name, kind in _QUANTIZERS.items() if issubclass(kind, _Own)}
@@ -146,21 +142,18 @@ class Rounding:
     """The rounding of a weight of a quantized base.
 
     `parameter` is that of the base on the meta device. `transposed`: the file has it as GPT-2's layers do (inputs,
-    outputs), and it is transposed before it is quantized. `start` has the packed weights that training started from,
-    this one under its `name` if it is one of them.
+    outputs), and it is transposed before it is quantized.
     """
 
     parameter: torch.Tensor
     transposed: bool
-    name: str = ""
-    start: PackedFiles | None = None
 
     def trained_against(self, weight: torch.Tensor) -> torch.Tensor:
         """`weight` quantized and dequantized again, in its own type: what an adapter on it is trained against."""
         if self.transposed:
             return replace(self, transposed=False).trained_against(weight.T.contiguous()).T.contiguous()
         if how := packed.packing_of(self.parameter):
-            return packed.values(self._packed(weight, how))
+            return packed.values(packed.pack(how.form, weight, transposed=how.transposed))
         if isinstance(self.parameter, bnb.nn.Int8Params):
             return eight_bit.dequantized(*eight_bit.quantize(weight), weight.dtype)
         libraries.correct_dequantization()
@@ -168,26 +161,12 @@ class Rounding:
         four_bit = kind(weight, requires_grad=False, **self.parameter.__dict__).to(weight.device)
         return bnb.functional.dequantize_4bit(four_bit.data, four_bit.quant_state)
 
-    def served(self, weight: torch.Tensor, update: fixed_point.Update | None) -> torch.nn.Parameter:
-        """`weight` packed as it is served, after an update that is rounded with it."""
-        how = packed.known_packing(self.parameter)
-        return packed.as_served(self._packed(weight.T if self.transposed else weight, how), update)
 
-    def _packed(self, weight: torch.Tensor, how: packed.Packing) -> torch.nn.Parameter:
-        if self.start and self.name in self.start:
-            return self.start.read(self.name, how, weight.device)
-        return packed.pack(how.form, weight, transposed=how.transposed)
-
-
-def roundings(model: Any, start: Path | None = None) -> dict[str, Rounding]:
-    """The rounding of each quantized parameter of a base on the meta device, by name; those that a folder `start` has
-    are read from there, as in `used`.
-    """
-    kinds, files = (bnb.nn.Params4bit, bnb.nn.Int8Params), None if start is None else PackedFiles(start)
+def roundings(model: Any) -> dict[str, Rounding]:
+    """The rounding of each quantized parameter of a base on the meta device, by name."""
+    kinds = (bnb.nn.Params4bit, bnb.nn.Int8Params)
     return {
-        (full := f"{path}.{name}".removeprefix(".")): Rounding(
-            parameter, getattr(module, "source_cls", None) is Conv1D, full, files
-        )
+        f"{path}.{name}".removeprefix("."): Rounding(parameter, getattr(module, "source_cls", None) is Conv1D)
         for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
         if isinstance(parameter, kinds) or packed.packing_of(parameter)
@@ -224,8 +203,6 @@ class _Packed:
     """Replaces the weights of linear layers and experts by packed ones, and loads them from either form of files."""
 
     form: str
-    exact = False
-    start: PackedFiles | None = None
     pre_quantized: bool
     quantization_config: Any
     serialized_names: ClassVar[dict[str, list[str]]]
@@ -269,19 +246,17 @@ class _Packed:
 
     def _process_model_before_weight_loading(self, model: Any, **named: Any) -> None:
         self._files = [Path(file) for file in named.get("checkpoint_files") or ()]
-        forms, head = self.forms(model), model.get_output_embeddings()
+        forms = self.forms(model)
         for name, module, own in list(self.targets(model)):
             if name not in forms:
                 continue
             path, form = name.removesuffix(".weight"), forms[name]
             if isinstance(module, (torch.nn.Linear, Conv1D)):
-                form = fixed_point.held(form, exact=self.exact and module is not head)
                 model.set_submodule(path, _packed_linear(module, form))
             elif isinstance(module, torch.nn.Embedding):
                 model.set_submodule(path, packed.PackedEmbedding.of(module, packed.pack(form, module.weight.data)))
                 model.get_submodule(path).source_cls = type(module)
             else:
-                form = fixed_point.held(form, exact=self.exact)
                 setattr(module, own, packed.pack(form, getattr(module, own).data, transposed=_is_transposed(module)))
                 experts.unpack_in_forward(module)
         if older_loading.IS_OLDER:
@@ -296,7 +271,7 @@ class _Packed:
         return packed.packing_of(model.get_parameter_or_buffer(param_name)) is not None
 
     def get_quantize_ops(self) -> Any:
-        return _Encode(self.start)
+        return _Encode()
 
     def get_load_operations(self) -> dict[str, Any]:
         return {"deserialize": _Keep, "dequantize": _Keep}
@@ -354,22 +329,12 @@ class _Int4(_Own):
                 yield name, module, own
 
 
-class _ExactOfOne(_Int4):
-    """Holds weights as positions between the levels of a form of safetensors files."""
-
-    exact = True
-
-    @property
-    def form(self) -> str:  # type: ignore[override]
-        return fixed_point.served(self.quantization_config.quant_method)
-
-
 class _Mixed(_Own):
     """Gives each weight the form that a recipe says, also the embedding and the head."""
 
     def forms(self, model: Any) -> dict[str, str]:
         known = recipes.of_modules(model)
-        return known or recipe_of(model, fixed_point.served(self.quantization_config.quant_method))
+        return known or recipe_of(model, self.quantization_config.quant_method)
 
     def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
         if self.quantization_config.dequantize:
@@ -386,12 +351,6 @@ class _Mixed(_Own):
             if packed.packing_of(weight := model.get_parameter(other)):
                 path, _, own = name.rpartition(".")
                 setattr(model.get_submodule(path), own, weight)
-
-
-class _Exact(_Mixed):
-    """Holds the weights that adapters can be on as positions between the levels of their forms."""
-
-    exact = True
 
 
 class _Gguf(_Mixed):
@@ -479,10 +438,7 @@ def _packed_linear(module: Any, form: str) -> packed.PackedLinear:
 
 
 class _Encode(ConversionOps):
-    """Packs a weight that was loaded in 16 or 32 bit, or takes the one that `start` has in its place."""
-
-    def __init__(self, start: PackedFiles | None) -> None:
-        self._start = start
+    """Packs a weight that was loaded in 16 or 32 bit."""
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: Any, **named: Any) -> dict[str, Any]:
@@ -492,8 +448,6 @@ class _Encode(ConversionOps):
         if module.source_cls is Conv1D:
             value = value.T
         how = packed.known_packing(getattr(module, last))
-        if self._start and name in self._start:
-            return {name: self._start.read(name, how, value.device)}
         return {name: packed.pack(how.form, value, transposed=how.transposed)}
 
 
@@ -561,7 +515,5 @@ _QUANTIZERS: dict[str, Any] = {
     "nvfp4": _Nvfp4,
     "int4": _Int4,
     **dict.fromkeys(recipes.RECIPES, _Mixed),
-    **dict.fromkeys(map(fixed_point.held, recipes.RECIPES), _Exact),
-    **dict.fromkeys(map(fixed_point.held, ("mxfp4", "nvfp4", "int4")), _ExactOfOne),
     "gguf": _Gguf,
 }
