@@ -297,13 +297,6 @@ QUANTIZATION_CONFIGS = Patch(
     "The config of NVFP4 there says neither which modules files leave in 16 bit nor whether to dequantize.",
     "transformers loads files in NVFP4.",
 )
-TEMPLATE_SANDBOX = Patch(
-    "transformers.utils.chat_template_utils:ImmutableSandboxedEnvironment",
-    "transformers 5.23",
-    "(*args, **kwargs)",
-    "A chat template comes from the hub: its loops and strings are bounded.",
-    "transformers bounds a template's time and memory.",
-)
 CHECKPOINT_FILES = Patch(
     "transformers.modeling_utils:_get_resolved_checkpoint_files",
     "transformers 5.23",

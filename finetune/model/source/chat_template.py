@@ -1,9 +1,7 @@
-"""Chat templates: named ones, a file, or the tokenizer's own; and rendering within time and memory limits.
+"""Chat templates: named ones, a file, or the tokenizer's own; and rendering.
 
 transformers renders in jinja2's ImmutableSandboxedEnvironment: no attributes that start with an underscore, no changes
-to its inputs, ranges of at most 100,000. The sandbox limits neither time nor memory, so `text` does: time by SIGALRM,
-which only works in the main thread and between two operations, so the power operator, a single operation that can run
-forever, is forbidden; memory by the process's data limit, on systems that have one (Linux).
+to its inputs, ranges of at most 100,000. The sandbox limits neither time nor memory.
 """
 
 from __future__ import annotations
@@ -11,24 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from finetune.config.field_types import Help, unknown
 from finetune.errors import ArtifactError, ConfigError
-from finetune.runtime import patches
-
-# Rendering a row takes well under a millisecond; a machine that swaps may take a thousand times as long.
-RENDER_SECONDS = 5.0
-
-# Limits on the memory and the result of rendering; the longest row that is read has 64 MiB of text.
-RENDER_BYTES = 2**30
-_RENDERED_CHARACTERS = 2**27
 
 T = TypeVar("T")
 
@@ -128,7 +115,7 @@ def _variables(chosen: str) -> list[str]:
     """The variables of a template that its caller may set, other than those that each call sets."""
     from jinja2 import Environment, meta
 
-    with _guarded():
+    with _explained():
         plain = without_generation_marks(chosen)
         parsed = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
         used = meta.find_undeclared_variables(parsed)
@@ -142,8 +129,7 @@ def text(
     """The text of a conversation; with `prompt`, including the opening of the assistant's turn.
 
     With `marks`, also the character spans that the template marks as the assistant's (`{% generation %}`). Raises
-    ArtifactError for a template that is invalid, violates the sandbox, or exceeds `RENDER_SECONDS` or `RENDER_BYTES`;
-    and whatever the template itself raises.
+    ArtifactError for a template that is invalid or violates the sandbox, and whatever the template itself raises.
     """
     parts = _reads_parts_alone(tokenizer)
     return _rendered(tokenizer, [_as_read(message, parts) for message in messages], tools, prompt, marks)
@@ -155,7 +141,7 @@ def _rendered(
 ) -> tuple[str, list[tuple[int, int]]]:  # fmt: skip
     from transformers.utils import chat_template_utils
 
-    with _guarded():
+    with _explained():
         # `apply_chat_template` would return marks by token only, for one conversation at a time.
         [rendered], marked = chat_template_utils.render_jinja_template(
             [messages],
@@ -165,8 +151,6 @@ def _rendered(
             add_generation_prompt=prompt,
             **tokenizer.special_tokens_map,
         )
-        if len(rendered) > _RENDERED_CHARACTERS:
-            raise MemoryError
     return rendered, marked[0] if marks else []
 
 
@@ -184,21 +168,12 @@ def ids(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool = False)
 
 
 @contextlib.contextmanager
-def _guarded() -> Iterator[None]:
-    """Bound the time and memory of rendering in the block, and raise ArtifactError for a violation.
-
-    Tokenizing must stay outside: the tokenizer aborts the process if it gets no memory.
-    """
+def _explained() -> Iterator[None]:
+    """In the block, raise ArtifactError for a template that is invalid or violates the sandbox."""
     from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
-    sandboxed = patches.TEMPLATE_SANDBOX.by(_sandbox())
     try:
-        with sandboxed, _for_at_most(RENDER_SECONDS), _with_at_most(RENDER_BYTES):
-            yield
-    except _OutOfTime:
-        why = f"was still running after {RENDER_SECONDS:g} seconds"
-    except MemoryError:
-        why = f"needs more than {RENDER_BYTES} bytes"
+        yield
     except RecursionError:
         why = "is nested too deeply"
     except SecurityError as error:
@@ -208,65 +183,6 @@ def _guarded() -> Iterator[None]:
     else:
         return
     raise ArtifactError(f"the chat template {why}; set `data.chat_template` to one that you trust") from None
-
-
-class _OutOfTime(BaseException):
-    """Not an Exception, so that no `except Exception` on the way catches it."""
-
-
-@functools.cache
-def _sandbox() -> type:
-    """jinja2's sandbox without the power operator."""
-    from jinja2.exceptions import SecurityError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"**"})
-
-        def call_binop(self, *_: Any) -> Any:
-            raise SecurityError("powers (`**`) are not allowed")
-
-    return Sandbox
-
-
-@contextlib.contextmanager
-def _with_at_most(more_bytes: int) -> Iterator[None]:
-    """Limit how much more memory the process can allocate in the block; Python raises MemoryError beyond it."""
-    import resource
-
-    try:
-        # Runs for each row, and a file object would take six times as long.
-        statm = os.open("/proc/self/statm", os.O_RDONLY)
-    except OSError:
-        yield
-        return
-    held = int(os.read(statm, 256).split()[5]) * resource.getpagesize()  # data and stack, which the limit counts
-    os.close(statm)
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [held + more_bytes, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-@contextlib.contextmanager
-def _for_at_most(seconds: float) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise _OutOfTime
-
-    earlier = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, earlier)
 
 
 def kept_by_tokenizer(compute: Callable[[Any], T]) -> Callable[[Any], T]:
