@@ -6,8 +6,7 @@ On the built-in base and on one of 125M weights grown from it, in float32 on one
 is a process of its own, from start to exit; a sweep is one, once with all members trained to the end and once with
 successive halving. Rows and steps are the same on all sides; the scripts evaluate nothing. Each side of a job is
 written as it ends, in a few minutes on an idle machine, and ratios are taken of those that are there; an interrupted
-side is done anew, but for lone runs and scripts that ended. The side `memory` is another sweep, whose members each try
-the largest batch beside those that are paused.
+side is done anew, but for lone runs and scripts that ended.
 """
 
 from __future__ import annotations
@@ -17,17 +16,14 @@ import functools
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import harness
 import overhead
 
 RATES = ("1e-4", "3e-4", "1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2", "3e-2")
-_LARGEST = "largest_batch_fits"
-_APART = ("adapter", "optimizer_states")  # what a member holds while it is paused, of the categories of a forecast
 JOBS = {"2M": overhead.Job(steps=40, threads=1), "125M": overhead.Job(steps=16, threads=1, batch=4, tokens=160)}
 HELD_OUT = {"2M": 64, "125M": 16}
 """Rows to evaluate on, fewer than the members are trained on."""
@@ -165,54 +161,8 @@ def halved(bench: Bench) -> dict[str, Any]:
     return _swept(bench)
 
 
-def memory(bench: Bench) -> dict[str, Any]:
-    """The tensors of each number of members, beside the forecast."""
-    import torch
-
-    torch.set_num_threads(bench.job.threads)
-    steps = f"training.max_steps={len(RATES)}"  # one in the first round
-    job = [*bench.settings, steps, f"output.dir={bench.scratch / 'sweep'}"]
-    return {"members": members_in_memory(bench.scratch / "job.yaml", job, {"training.learning_rate": RATES})}
-
-
-def members_in_memory(
-    source: Path, overrides: Sequence[str], keys: Mapping[str, Sequence[str]]
-) -> list[dict[str, float]]:  # fmt: skip
-    """The peak bytes of tensors of each member's first step while those before it are paused, and their forecast.
-
-    That is the forecast of its run, and the adapter and optimizer states of the others by theirs.
-    """
-    from finetune.sweeps import grid, running
-    from finetune.training.residents import Residents
-
-    take = Residents.take
-
-    def count_all(residents: Residents, run: Path) -> list[Any]:
-        return [*residents.weights(), *(each for paused in residents.paused.values() for each in paused.tensors())]
-
-    def take_untried(residents: Residents, *given: Any, **named: Any) -> Any:
-        residents.largest_batch.clear()
-        return take(residents, *given, **named)
-
-    with mock.patch.object(Residents, "tensors", count_all), mock.patch.object(Residents, "take", take_untried):
-        running.sweep(source, overrides, keys)
-    found, paused_bytes = [], 0
-    for number, member in enumerate(grid.members(source, overrides, keys), 1):
-        run = Path(str(member.config.output.dir))
-        first = next(each for each in harness.read_lines(run / "events.jsonl") if each["event"] == _LARGEST)
-        forecast = json.loads((run / "forecast.json").read_text())
-        expected = forecast["peak_allocated_bytes"] + paused_bytes
-        counted = max(peak["allocated_bytes"] for peak in first["memory"].values())
-        paused_bytes += sum(forecast["categories"][name] for name in _APART)
-        found.append(
-            {"members": number, "forecast_bytes": expected, "counted_bytes": counted,
-             "counted_over_forecast": round(counted / expected, 4)}
-        )  # fmt: skip
-    return found
-
-
 SIDES: dict[str, Callable[[Bench], dict[str, Any]]] = {
-    "lone": lone, "full": full, "halved": halved, "trl": trl, "memory": memory
+    "lone": lone, "full": full, "halved": halved, "trl": trl
 }  # fmt: skip
 
 

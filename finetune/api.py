@@ -114,16 +114,14 @@ def sweep(
     *,
     full: bool = False,
     fresh: bool = False,
-    budget: str | float | None = None,
     terminal: Terminal | None = None,
 ) -> SweepView:
     """Train a job with every combination of the values of `keys`, such as `{"training.learning_rate": [1e-4, 2e-4]}`,
     on one base in memory, and compare their losses on the evaluation rows.
 
     Each member is an ordinary run in `output.dir`. Half of the settings are stopped early, again and again, where they
-    can be told apart; none with `full`. After a `budget` such as `30m`, or of seconds, no further training starts; the
-    same call goes on, or works beside another process; `fresh` moves an earlier sweep aside. Values of `training.seed`
-    are averaged. Raises ConfigError for keys that members must share.
+    can be told apart; none with `full`. The same call goes on where one was interrupted; `fresh` moves an earlier sweep
+    aside. Values of `training.seed` are averaged. Raises ConfigError for keys that members must share.
     """
     from finetune.report.sweep_view import SweepView
     from finetune.sweeps import grid, running
@@ -139,10 +137,7 @@ def sweep(
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise ConfigError(f"`{key}`: give a list of values, not {shown(values)}")
     texts = {key: [*map(grid.as_text, values)] for key, values in keys.items()}
-    seconds = None if budget is None else running.seconds_of(budget)
-    return SweepView(
-        running.sweep(source, [], texts, full=full, fresh=fresh, budget_seconds=seconds, terminal=terminal)
-    )
+    return SweepView(running.sweep(source, [], texts, full=full, fresh=fresh, terminal=terminal))
 
 
 def compare(runs: Sequence[Run]) -> RunsView:

@@ -15,6 +15,7 @@ from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import bounds, build, precision
 from finetune.model.adapters import adapter
+from finetune.model.resident import ResidentBase
 from finetune.report import page
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
@@ -24,7 +25,6 @@ from finetune.training import evidence, strategies
 from finetune.training import run as training
 from finetune.training.callbacks import Callback
 from finetune.training.checks import check_shares
-from finetune.training.residents import Residents
 from finetune.training.tracking import Trackers
 
 
@@ -32,13 +32,13 @@ from finetune.training.tracking import Trackers
 @libraries.alone()
 def train(
     config: Config, *, fresh: bool = False, terminal: Terminal | None = None, callbacks: tuple[Callback, ...] = (),
-    residents: Residents | None = None,
+    resident: ResidentBase | None = None,
 ) -> Result:  # fmt: skip
     """Train as `config` says and return the results; a run that was interrupted goes on from its last checkpoint.
 
     Every rank runs this; rank 0 alone prints, exports and reports. `fresh` moves an earlier run in the same directory
-    aside instead. `residents` keep the base of a single process in memory for its next run, and a run that a callback
-    ends. Raises a FinetuneError for each problem that a user can solve.
+    aside instead. `resident` keeps the base of a single process in memory for its next run. Raises a FinetuneError for
+    each problem that a user can solve.
     """
     libraries.quiet()
     terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
@@ -80,22 +80,19 @@ def train(
             ranks.world_size(), inputs.mixture,
         )  # fmt: skip
 
-        monitor = Monitor(meter_for(device.type), residents.tensors(own.path) if residents else ())
-        paused = residents.take(own.path, config, resumed=start.checkpoint is not None) if residents else None
-        if residents:  # without a forecast, it is unknown what fits beside the run
-            residents.make_room(forecast.budget_bytes - forecast.needed_bytes if forecast else 0)
+        monitor = Monitor(meter_for(device.type), resident.weights() if resident else ())
         tracked = Trackers(config.tracking, own, config, terminal.note)
         with tracked, session.computing(config, own, monitor, device):
             # Build: the base, which is asked a few questions, and the adapter on it.
             placement = strategies.placement(config.distributed, device)
             with monitor.phase("load"):
                 load = inputs.blueprint.load
-                base = residents.load(inputs.blueprint, device) if residents else load(device, placement)
+                base = resident.load(inputs.blueprint, device) if resident else load(device, placement)
             provenance = opening.confirm_base(config, own, inputs, start, base, terminal.note)
             monitor.take_step()  # loading is reported once, not with the first step
-            known = residents.computed if residents else None
+            known = resident.computed if resident else None
             answered = answers.before(base, inputs.tokenizer, config, own, terminal.note, known)
-            model = paused.step.model if paused else build.trainable(
+            model = build.trainable(
                 base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
                 seed=config.training.seed, device_type=device.type, placement=placement,
             )  # fmt: skip
@@ -107,7 +104,7 @@ def train(
                 config, inputs.blueprint.architecture, model, inputs.tokenizer, inputs.data, own, monitor,
                 terminal, tracked, device=device, signals=signals, provenance=provenance, resume_from=start.checkpoint,
                 by_length=forecast.by_length if forecast else (), callbacks=callbacks,
-                kernels_off=certificate.kernels_off, residents=residents, paused=paused,
+                kernels_off=certificate.kernels_off, resident=resident,
             )  # fmt: skip
             job, forecast = replan.without_ruled_out(
                 training.complete(job), asked, inputs, certificate, forecast, terminal
@@ -115,7 +112,7 @@ def train(
             config, ended = job.config, training.train(job)
             answers.after(model, inputs.tokenizer, config, own, answered)
             tracked.answers(own)
-            del base, model, job, paused
+            del base, model, job
 
         # Publish, and report.
         if ranks.is_main():

@@ -184,9 +184,6 @@ def test_a_sweep_takes_little_memory_and_finds_what_lone_runs_find(base: str) ->
         best, winner = job["sides"][side]["settings"][0]["setting"], job["sides"]["lone"]["winner"]
         tied = job["sides"]["full"]["undecided"].removesuffix(" cannot be told apart on these rows").split(", ")
         assert best == winner or {best, winner} <= {*tied}
-    counted = job["sides"]["memory"]["members"]
-    assert len(counted) == 8
-    assert all(abs(each["counted_bytes"] / each["forecast_bytes"] - 1) < 0.01 for each in counted)
 
 
 def test_a_sweep_takes_less_time_than_lone_runs() -> None:

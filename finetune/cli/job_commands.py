@@ -62,7 +62,6 @@ def sweep(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Train every setting to its end.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier sweep aside and start over.")] = False,
-    budget: Annotated[str | None, typer.Option(help="Start no training after this time: 90s, 30m or 2h.")] = None,
     page: options.Page = None,
     as_json: options.Json = False,
 ) -> None:
@@ -76,9 +75,7 @@ def sweep(
     with importing(f"sweep of {config}"):
         from finetune.report.sweep_view import SweepView
         from finetune.sweeps import running
-    seconds = None if budget is None else running.seconds_of(budget)
-    terminal = new_terminal(quiet=as_json)
-    table = running.sweep(config, rest, keys, full=full, fresh=fresh, budget_seconds=seconds, terminal=terminal)
+    table = running.sweep(config, rest, keys, full=full, fresh=fresh, terminal=new_terminal(quiet=as_json))
     give_page(SweepView(table), as_json, page)
 
 

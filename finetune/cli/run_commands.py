@@ -30,7 +30,7 @@ def launch(
     image: Annotated[str | None, typer.Option(help="A container image that has finetune.")] = None,
     volume: Annotated[str, typer.Option(help="A volume that all nodes can write.")] = "finetune",
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="The keys are those of `finetune sweep`: each GPU takes members of it.")
+        bool, typer.Option("--sweep", help="The keys are those of `finetune sweep`: each member is a task.")
     ] = False,
     output: Annotated[Path | None, options.file("--output", "Where to write the file.")] = None,
 ) -> None:
@@ -38,7 +38,7 @@ def launch(
     from finetune.launch import render
 
     options.chosen("--on", on, TARGETS)
-    given, swept, members = overrides or [], list[str](), 1
+    given, swept, members = overrides or [], list[str](), list[list[str]]()
     if sweep:
         from finetune.model import bounds
         from finetune.sweeps import grid
@@ -49,7 +49,7 @@ def launch(
         for member in made:
             evidence.refuse_guess(member.config)
             grid.refuse_open_kind(bounds.as_known_base_allows(member.config)[0].quantization)
-        members = len(made)
+        members = [member.overrides for member in made]
         swept = [f"{key}={','.join(values)}" for key, values in keys.items()]
     try:
         file, submit = render.write(

@@ -27,12 +27,11 @@ SAVE_SECONDS = 300
 def write(
     config: Path, overrides: Sequence[str], on: str, *, nodes: int, gpus: int, output: Path | None = None,
     gpu: str | None = None, image: str | None = None, volume: str = "finetune", swept: Sequence[str] = (),
-    members: int = 1,
+    members: Sequence[Sequence[str]] = (),
 ) -> tuple[Path, str]:  # fmt: skip
     """Write the file of the target `on` for `nodes` nodes with `gpus` GPUs each; its path and the command it is for.
 
-    With `swept`, keys with several values as `finetune sweep` takes them, each GPU has a process of the same sweep, but
-    no more GPUs than the sweep has `members`.
+    With `members`, the overrides of each member of a sweep of the keys `swept`, a task for each trains it on one GPU.
     `gpu` is the name of a card, `image` a container image with finetune, `volume` one that all nodes can mount. Raises
     ConfigError for a config that cannot be trained so or that the nodes would not find, an unknown target, a missing
     option, or an `output` that is the config; MachineError.
@@ -42,9 +41,10 @@ def write(
     if missing := [f"--{name}" for name in target.needs if not given[name]]:
         raise ConfigError(f"--on {on} needs {' and '.join(missing)}")
     job = load_config(config, overrides)
-    if swept:
-        _check_sweep(target, on)
-    else:
+    if members and not target.array:
+        able = " or ".join(name for name, each in TARGETS.items() if each.array)
+        raise ConfigError(f"--on {on} cannot start a sweep; use {able}, or train its members one by one")
+    if not members:
         _check_ranks(job, nodes, gpus)
     run = Path(job.output.dir or f"runs/{config.stem}")
     file = output or Path(f"{config.stem}{target.suffix}")
@@ -65,19 +65,14 @@ def write(
         directory=shlex.quote(str(Path.cwd())),
         save_seconds=SAVE_SECONDS,
         restarts=RESTARTS,
-        swept=bool(swept),
-        processes=min(nodes * gpus, members),
-        train=_sweep(config, [*overrides, *swept]) if swept else _train(target, gpus, config, overrides),
+        members=[*map(shlex.join, members)],
+        train=_train(target, gpus, config, overrides),
+        train_alone=f"python -m finetune train {shlex.join([str(config), *overrides])}",
+        compare=f"finetune sweep --full {shlex.join([str(config), *overrides, *swept])}",
         run=shlex.quote(f"output.dir=/shared/{run.name}"),
     )
     write_text(file, text)
     return file, target.submit.format(file=shlex.quote(str(file)))
-
-
-def _check_sweep(target: Target, on: str) -> None:
-    if not target.array:
-        able = " or ".join(name for name, each in TARGETS.items() if each.array)
-        raise ConfigError(f"--on {on} cannot start a sweep; use {able}, or start `finetune sweep` on each GPU yourself")
 
 
 def _check_ranks(job: Config, nodes: int, gpus: int) -> None:
@@ -126,11 +121,6 @@ def _train(target: Target, gpus: int, config: Path, overrides: Sequence[str]) ->
             f'--rdzv-conf="{rendezvous}"', f"-m finetune train {shlex.join([str(config), *overrides])}",
         ]
     )  # fmt: skip
-
-
-def _sweep(config: Path, arguments: Sequence[str]) -> str:
-    """The command of each process of a sweep."""
-    return f"python -m finetune sweep {shlex.join([str(config), *arguments])}"
 
 
 def _render(template: str, **values: object) -> str:

@@ -15,7 +15,7 @@ class Target:
     `head` is the address of the first node and `first` whether this node is it, as shell words that torchrun's
     rendezvous gets; without `first` the node with the name `head` is. `needs` are the options that the file
     needs. `copied`: the nodes have only a copy of the working directory, at another path. `array`: the template can
-    also start a process for each GPU, which share the members of a sweep.
+    also start a task for each member of a sweep.
     """
 
     help: str

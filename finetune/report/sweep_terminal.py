@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Self
 
-from finetune.config import Config
-from finetune.data.prepare import Prepared
-from finetune.forecast.job_forecast import Forecast
 from finetune.measure.monitor import Peak
-from finetune.model.structure.experts import Mixture
 from finetune.report import words
 from finetune.report.terminal import Terminal
 from finetune.report.view import View
@@ -29,33 +24,25 @@ class SweepTerminal(Terminal):
     first run that has it. The results of a run are in its report, and in the table of the sweep.
     """
 
-    def __init__(self, terminal: Terminal, settings: Sequence[str], members: int, shares: Sequence[float]) -> None:
+    def __init__(self, terminal: Terminal, settings: int, members: int, shares: Sequence[float]) -> None:
         super().__init__(console=terminal.console)
         self._settings, self._members, self._shares = settings, members, shares
         self._said: set[str] = set()
         self._name, self._share = "", 1.0
         self._is_first = True
 
-    def began(self, notes: Mapping[str, Sequence[str]]) -> None:
-        """Print how many runs there will be, and notes on their configs with the settings that each holds for."""
-        settings = len(self._settings)
+    def began(self) -> None:
+        """Print how many runs there will be."""
+        settings = self._settings
         seeds = f" x {words.count(self._members // settings)} seeds" if self._members > settings else ""
         shares = ", ".join(map(words.share, self._shares))
         halved = f"; of those that can be told apart, half are stopped after {shares} of a run" if shares else ""
         self._facts({"sweep": f"{words.count(settings)} settings{seeds}{halved}"})
-        for note, holds_for in notes.items():
-            self.once(note if len(holds_for) == settings else f"{', '.join(holds_for)}: {note}")
-            self._said.add(note)  # else each run would print it again
 
     def of(self, name: str, share: float) -> Self:
         """This terminal, on which the run `name` trains up to `share` of its steps from now on."""
         self._name, self._share = name, share
         return self
-
-    def once(self, text: str) -> None:
-        """Print a note of the sweep, unless it was printed before."""
-        if self._is_new(text):
-            super()._say(text, "yellow")
 
     # -- what a run prints -----------------------------------------------------------------------------------------
 
@@ -67,13 +54,6 @@ class SweepTerminal(Terminal):
         for line in str(view).splitlines():
             if self._is_new(line.partition(" (")[0]):  # a reason in brackets may name the free memory, which varies
                 self._say(line)
-
-    def opened(
-        self, path: Path, config: Config, device: Any, data: Prepared, attention: str, forecast: Forecast | None,
-        processes: int = 1, mixture: Mixture | None = None,
-    ) -> None:  # fmt: skip
-        super().opened(path, config, device, data, attention, forecast, processes, mixture)
-        self._facts({"in memory": self._resident(forecast)})
 
     def started(self, first_step: int, last_step: int) -> None:
         self._is_first = False
@@ -89,16 +69,6 @@ class SweepTerminal(Terminal):
 
     def finished(self, run: RunDirectory) -> None:
         self.close()
-
-    def _resident(self, forecast: Forecast | None) -> str:
-        """How many runs are in memory at a time: one trains, and others wait for their next round."""
-        one = "the base and one run at a time"
-        if not (forecast and self._shares):
-            return one
-        run_bytes = sum(forecast.categories.get(part, 0) for part in ("adapter", "optimizer_states"))
-        fit = 1 + max(0, forecast.budget_bytes - forecast.needed_bytes) // max(1, run_bytes)
-        runs = f"{words.count(min(self._members, fit))} of {words.count(self._members)} runs"
-        return one if fit == 1 else f"the base and up to {runs} at a time"
 
     def _is_new(self, text: str) -> bool:
         is_new = text not in self._said

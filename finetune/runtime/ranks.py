@@ -76,8 +76,7 @@ def idle_gpus() -> str | None:
     visible, used = torch.cuda.device_count(), torch.cuda.current_device()
     return (
         f"{visible} GPUs are visible, but this process trains on GPU {used} only; to train on all: torchrun "
-        f"--nproc-per-node {visible} -m finetune train CONFIG, or, for a sweep, one process for each with "
-        "CUDA_VISIBLE_DEVICES=0, CUDA_VISIBLE_DEVICES=1, ..."
+        f"--nproc-per-node {visible} -m finetune train CONFIG"
     )
 
 

@@ -54,11 +54,14 @@ _SHARED = {
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a sweep: its `name`, which is that of its directory, and its `setting` without the seed."""
+    """One run of a sweep: its `name`, which is that of its directory, its `setting` without the seed, and what it
+    `overrides` in the job.
+    """
 
     name: str
     setting: str
     values: dict[str, Any]
+    overrides: list[str]
     config: Config
 
 
@@ -83,7 +86,8 @@ def members(
         path = json.dumps(str(where), ensure_ascii=False)  # quoted as YAML text
         own = [*(f"{key}={value}" for key, value in chosen.items()), f"output.dir={path}", "output.merge=false"]
         config = load_config(source, [*overrides, *own])
-        made.append(Member(where.name, setting or "all seeds", {key: config.value(key) for key in chosen}, config))
+        kept = {key: config.value(key) for key in chosen}
+        made.append(Member(where.name, setting or "all seeds", kept, own, config))
     _check_members(made)
     return made
 

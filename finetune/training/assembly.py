@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import torch
@@ -30,7 +31,6 @@ from finetune.training.oom_retry import Retry
 from finetune.training.probe_table import Subject
 from finetune.training.progress import Progress, read_progress
 from finetune.training.recorder import MetricsRecorder
-from finetune.training.residents import untrained_settings
 from finetune.training.step import Step
 
 
@@ -55,9 +55,9 @@ def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
     evaluation = None
     if job.data.eval is not None:
         evaluation = EvalLoss(step, job.data.eval, steps.collate, steps.batch_size, report.of_evaluation)
-        if job.residents and not config.adapter.start_from:
-            evaluation.known = job.residents.computed
-            evaluation.untrained = untrained_settings(config, job.provenance, job.kernels_off)
+        if job.resident and not config.adapter.start_from:
+            evaluation.known = job.resident.computed
+            evaluation.untrained = _untrained_settings(job)
     return Loop(
         step=step,
         schedule=schedule,
@@ -77,9 +77,16 @@ def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
     )
 
 
+def _untrained_settings(job: TrainingJob) -> str:
+    """What the evaluation loss of a run before its first step follows from, besides the base in memory."""
+    own = job.config.model_dump_json(
+        exclude={"training": {"learning_rate"}, "optimizer": True, "output": True, "tracking": True}
+    )
+    rest = {part: value for part, value in job.provenance.items() if part != "config"}
+    return json.dumps([own, rest, sorted(job.kernels_off)])
+
+
 def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) -> Step:
-    if job.paused:
-        return replace(job.paused.step, monitor=job.monitor, idle=collate.idle(), seen=recorder.saw)
     model, device, config, training = job.model, job.device, job.config, job.config.training
     updated_on = next(weight.device.type for weight in model.parameters() if weight.requires_grad)
     managed = updated_on == "cuda" and driver.shares_managed_memory(torch.cuda.current_device())

@@ -12,12 +12,12 @@ import torch
 from finetune.config import Config
 from finetune.data.prepare import Prepared
 from finetune.measure.monitor import Monitor
+from finetune.model.resident import ResidentBase
 from finetune.runtime.signals import Signals
 from finetune.storage.records import UpTo
 from finetune.storage.rundir import RunDirectory
 from finetune.training.callbacks import Callback
 from finetune.training.recorder import Listener
-from finetune.training.residents import Paused, Residents
 from finetune.training.tracking import Trackers
 
 
@@ -36,8 +36,7 @@ class TrainingJob:
     `architecture` is transformers' config of the base, which publishing needs without its files. `provenance` is
     written into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what short
     micro-batches recompute, where that is less than the config says. `kernels_off`: fused kernels, or `loss`, that the
-    device's certificate or the model itself rules out. `residents` keep the run if a callback ends it; `paused` is
-    what they kept of it.
+    device's certificate or the model itself rules out. `resident` is the base that runs of a sweep share.
     """
 
     config: Config
@@ -56,5 +55,4 @@ class TrainingJob:
     by_length: Sequence[UpTo] = ()
     callbacks: Iterable[Callback] = ()
     kernels_off: frozenset[str] = frozenset()
-    residents: Residents | None = None
-    paused: Paused | None = None
+    resident: ResidentBase | None = None

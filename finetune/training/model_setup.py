@@ -22,8 +22,6 @@ from finetune.training.probe_table import Subject
 
 def complete(job: TrainingJob) -> TrainingJob:
     """Complete a job's model; the job with the kernels that it rules out. Raises ConfigError or MachineError."""
-    if job.paused:
-        return replace(job, kernels_off=job.paused.kernels_off)
     config, model = job.config, job.model
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
         attached, off = _fuse(job)

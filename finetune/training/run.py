@@ -21,7 +21,6 @@ from finetune.training.largest_batch import count_tensors, warm_up
 from finetune.training.loop import Loop
 from finetune.training.model_setup import complete
 from finetune.training.progress import Progress, read_progress
-from finetune.training.residents import Paused, memory_settings
 from finetune.training.state import restore, restore_weights, updates_in, whole_weights
 
 __all__ = ["Outcome", "TrainingJob", "complete", "train"]
@@ -37,8 +36,6 @@ def train(job: TrainingJob) -> Outcome:
     loop = prepare(job)
     with job.signals.waiting(), model_setup.in_training(job):
         fit(job, loop)
-    if job.residents and loop.callbacks.failed:
-        job.residents.paused[job.run.path] = Paused(job.config, loop.step, job.kernels_off)
     ended = wind_down(job, loop)
     # The DDP model references the process group and must not be the last to do so: its destructor would join the
     # group's threads while holding the GIL, for which they may be waiting (torch 2.13, ProcessGroupGloo).
@@ -86,8 +83,11 @@ def fit(job: TrainingJob, loop: Loop) -> None:
 
 def _warm_up(job: TrainingJob, loop: Loop) -> None:
     """Try the largest batch, unless this process has done so for a run with the same settings."""
-    started, shown = time.perf_counter(), job.residents.largest_batch if job.residents else {}
-    settings, events = memory_settings(job.config), len([*job.run.events()])
+    started, shown = time.perf_counter(), job.resident.computed if job.resident else {}
+    decides = job.config.model_dump_json(
+        exclude={"training": {"learning_rate", "seed"}, "output": True, "tracking": True}
+    )
+    settings, events = ("largest batch", decides), len([*job.run.events()])
     if peaks := shown.get(settings):
         count_tensors(job.monitor, peaks)
     else:

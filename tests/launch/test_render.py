@@ -94,28 +94,32 @@ def test_a_job_that_cannot_be_trained_is_refused(here: Path, on: str, changed: d
 
 
 SWEPT = ["training.learning_rate=1e-3,3e-3", "adapter.targets=[q_proj, v_proj],'.*a b'"]
+MEMBERS = [["training.learning_rate=1e-3", "adapter.targets='.*a b'"], ['output.dir="it\'s"']]
 
 
-@pytest.mark.parametrize(("members", "array"), [(40, "array=0-7"), (4, "array=0-3")])
-def test_a_sweep_has_a_process_for_each_gpu_that_a_member_is_for(members: int, array: str) -> None:
+def test_a_sweep_has_a_task_for_each_member_and_the_command_that_compares_them() -> None:
     """Also one whose micro-batches no eight ranks could share."""
     given = ["training.micro_batch=8", AWKWARD]
-    file, _ = render.write(CONFIG, given, "slurm", **OPTIONS, swept=SWEPT, members=members)
+    file, _ = render.write(CONFIG, given, "slurm", **OPTIONS, swept=SWEPT, members=MEMBERS)
     script = file.read_text()
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     asked = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
-    assert {array, "nodes=1", "ntasks-per-node=1", "gpus-per-node=1"} <= asked
+    assert {"array=0-1%8", "nodes=1", "ntasks-per-node=1", "gpus-per-node=1"} <= asked
+    [compare] = [line for line in script.splitlines() if line.startswith("# finetune sweep")]
+    assert shlex.split(compare[2:]) == ["finetune", "sweep", "--full", str(CONFIG), *given, *SWEPT]
+    train = ["python", "-m", "finetune", "train", str(CONFIG), *given]
+    tail = script[script.index("case ") : script.index("# Before")] + 'printf "%s\\n" "$@"'
+    for task, member in enumerate(MEMBERS):
+        said = subprocess.run(["bash", "-c", tail], env={"SLURM_ARRAY_TASK_ID": str(task)}, stdout=-1, check=True)
+        assert said.stdout.decode().splitlines() == member
     [start] = [line for line in script.splitlines() if line.startswith("srun")]
     words = shlex.split(start.removesuffix("&"))
-    assert words[words.index("python") :] == [
-        "python", "-m", "finetune", "sweep", str(CONFIG), "training.micro_batch=8", AWKWARD, *SWEPT,
-    ]  # fmt: skip
+    assert words[words.index("python") :] == [*train, "$@"]
 
 
 @pytest.mark.parametrize("on", [name for name, target in TARGETS.items() if not target.array])
 def test_a_target_without_arrays_starts_no_sweep(on: str, here: Path) -> None:
-    with pytest.raises(ConfigError, match="use slurm, or start `finetune sweep` on each GPU"):
-        render.write(CONFIG, [], on, **OPTIONS, swept=SWEPT)
+    with pytest.raises(ConfigError, match="use slurm"):
+        render.write(CONFIG, [], on, **OPTIONS, swept=SWEPT, members=MEMBERS)
     assert list(here.iterdir()) == [here / CONFIG]
 
 

@@ -40,7 +40,6 @@ def test_idle_gpus_are_reported_with_the_used_one_and_the_command_that_uses_all(
     assert "2 GPUs are visible" in note
     assert "GPU 0" in note
     assert "torchrun --nproc-per-node 2 " in note
-    assert "for a sweep, one process for each with CUDA_VISIBLE_DEVICES=0, " in note
 
 
 def test_nothing_is_reported_if_no_gpu_is_idle(visible: Visible, monkeypatch: pytest.MonkeyPatch) -> None:
