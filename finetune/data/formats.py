@@ -141,14 +141,14 @@ _OFTEN = {
 }
 
 
-# Words in the names of columns that hold a question, an answer, or neither.
+# English words in the names of columns that hold a question, an answer, or neither.
 _ASKING = frozenset({
-    "ask", "asked", "client", "customer", "demande", "domanda", "frage", "human", "input", "instruction", "pergunta",
-    "pregunta", "problem", "prompt", "query", "question", "request", "user", "vraag",
+    "ask", "asked", "client", "customer", "human", "input", "instruction", "problem", "prompt", "query", "question",
+    "request", "user",
 })  # fmt: skip
 _ANSWERING = frozenset({
-    "agent", "answer", "answered", "antwoord", "antwort", "assistant", "bot", "completion", "output", "reply",
-    "reponse", "réponse", "resposta", "response", "respuesta", "risposta", "solution", "support",
+    "agent", "answer", "answered", "assistant", "bot", "completion", "output", "reply", "response", "solution",
+    "support",
 })  # fmt: skip
 _NO_TEXT = frozenset({
     "at", "count", "date", "email", "id", "ids", "index", "label", "lang", "language", "mail", "name", "number",

@@ -107,7 +107,7 @@ def test_fields_with_familiar_names_are_suggested_as_columns(subtests: pytest.Su
             {"ticket_id": "7", "customer_message": "x", "agent_reply": "y", "agent_name": "z"},
             "{instruction: customer_message, output: agent_reply}",
         ),
-        ({"Frage": "x", "Antwort, kurz": "y"}, "{instruction: Frage, output: 'Antwort, kurz'}"),
+        ({"Question": "x", "Answer, short": "y"}, "{instruction: Question, output: 'Answer, short'}"),
         ({"instruction": "x", "response": "y"}, "{output: response}"),
         ({"dialogue": []}, "{messages: dialogue}"),
         ({"content": "x"}, "{text: content}"),
@@ -123,6 +123,7 @@ def test_fields_with_familiar_names_are_suggested_as_columns(subtests: pytest.Su
         {"answer_to_question": "x", "reply": "y"},
         {"customer_id": "x", "agent_reply": "y"},
         {"customers": 3, "agent_reply": "y"},
+        {"Frage": "x", "Antwort": "y"},
     ],
 )
 def test_columns_are_not_guessed_where_their_names_do_not_single_out_two(row: dict[str, Any]) -> None:
