@@ -17,8 +17,6 @@ T = TypeVar("T")
 # cuda.h, CUdevice_attribute
 MANAGED_MEMORY, CONCURRENT_MANAGED_ACCESS = 83, 89
 VIRTUAL_MEMORY_MANAGEMENT, POSIX_FILE_DESCRIPTORS = 102, 103
-GPU_DIRECT_RDMA_WITH_VMM = 110
-
 
 VERSION_FILE = Path("/proc/driver/nvidia/version")
 """Exists where the driver is loaded, but not under WSL2."""
@@ -71,7 +69,7 @@ def is_hidden() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
 
 
-def library() -> Any:
+def _library() -> Any:
     """The driver's library, initialised; None without a driver, or if torch was built without CUDA."""
     if sys.platform != "linux" or torch.version.cuda is None:
         return None
@@ -82,17 +80,11 @@ def library() -> Any:
     return None if driver.cuInit(0) else driver
 
 
-def device_of(driver: Any, gpu: int) -> ctypes.c_int | None:
-    """The driver's number for torch's GPU `gpu`; None if there is no such GPU."""
-    device = ctypes.c_int()
-    return None if driver.cuDeviceGet(ctypes.byref(device), gpu) else device
-
-
 def has(gpu: int, attributes: Sequence[int]) -> bool:
     """Whether the driver answers that GPU `gpu` has all of these attributes."""
-    if (driver := library()) is None or (device := device_of(driver, gpu)) is None:
+    driver, device, value = _library(), ctypes.c_int(), ctypes.c_int()
+    if driver is None or driver.cuDeviceGet(ctypes.byref(device), gpu):
         return False
-    value = ctypes.c_int()
     return all(
         driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) == 0 and value.value != 0
         for attribute in attributes
