@@ -99,8 +99,9 @@ check: $(DEV) ## Lint, types, unused code and the direction of imports.
 	$(BIN)/vulture
 	$(BIN)/lint-imports
 
-docs: $(DEV) ## Write figures, tables and references into the pages, and the site to site/, with its links checked.
+docs: $(DEV) ## Write tables, references and tests/messages.txt, and the site to site/, with its links checked.
 	$(BIN)/python benchmarks/write_docs.py
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "" --record-messages
 	$(BIN)/mkdocs build --strict
 
 notebooks: $(DEV) ## Execute the notebooks.

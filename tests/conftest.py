@@ -44,6 +44,8 @@ with libraries.importing():  # as the command line does
     from finetune.training.job import TrainingJob
     from finetune.training.loop import Loop
 
+pytest_plugins = ["messages"]
+
 # The same examples in each run, however slow the machine is.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")

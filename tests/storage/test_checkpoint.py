@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import refusal
 from safetensors.torch import load_file
 
 from finetune.errors import ArtifactError, MachineError
@@ -109,7 +110,7 @@ def test_data_that_reads_back_differently_is_not_published(
             change(file)
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(MachineError, match=f"{name} reads back differently than it was written"):
+    with refusal(MachineError, name):
         checkpoint.write(run, contents(2))
     assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
 
@@ -141,7 +142,7 @@ def test_a_run_without_a_valid_checkpoint_left_does_not_start_over(run: RunDirec
     else:
         shutil.rmtree(folder)
         run.event("saved", step=4)
-    with pytest.raises(ArtifactError, match=r"no checkpoint in .* can be used.*step.0*4"):
+    with refusal(ArtifactError, "step"):
         checkpoint.newest_valid(run)
 
 
@@ -170,7 +171,7 @@ def test_pruning_keeps_the_configured_number_of_intact_checkpoints_including_the
 def test_nothing_is_written_to_a_disk_that_is_too_small(run: RunDirectory, monkeypatch) -> None:
     checkpoint.write(run, contents(1))
     monkeypatch.setattr(checkpoint, "_SMALL_FILES_BYTES", 2**60)
-    with pytest.raises(MachineError, match=r"not enough disk space; [\d,]+ bytes are free; 1,15"):
+    with refusal(MachineError, "1,15"):  # the bytes that are needed
         checkpoint.write(run, contents(2))
     assert {path.name for path in run.checkpoints.iterdir()} == {"latest", "step-00000001"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from messages import refusal
 
 from finetune.errors import InUseError, MachineError
 from finetune.storage import locks
@@ -57,7 +57,7 @@ def a_socket(file: Path) -> None:
 def test_what_is_no_lock_is_neither_written_nor_waited_for(make: Callable[[Path], None], tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("a thesis\n")
     make(tmp_path / "a.lock")
-    with pytest.raises(MachineError, match=re.escape(f"{tmp_path / 'a.lock'}: not a lock")) as caught:
+    with refusal(MachineError, tmp_path / "a.lock") as caught:
         locks.locked(tmp_path / "a.lock", "the run", "or wait").__enter__()
     assert "free some space" not in str(caught.value)
     assert (tmp_path / "precious").read_text() == "a thesis\n"
@@ -89,7 +89,7 @@ def test_a_lock_is_not_waited_for_without_end(
     held: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locks, "_MOST_SECONDS", 0)
-    with pytest.raises(InUseError, match=f"process {held.pid}: wait until"):
+    with refusal(InUseError, held.pid):
         locks.locked(tmp_path / "a.lock", "the cache", "or wait", wait=True).__enter__()
 
 
@@ -97,7 +97,7 @@ def test_the_lock_of_a_stopped_process_is_not_waited_for(held: subprocess.Popen[
     held.send_signal(signal.SIGSTOP)
     while locks._is_stopped(held.pid) is False:
         time.sleep(0.01)
-    with pytest.raises(InUseError, match=f"stopped: continue it by `kill -CONT {held.pid}`"):
+    with refusal(InUseError, "stopped:", held.pid):
         locks.locked(tmp_path / "a.lock", "the cache", "or wait", wait=True).__enter__()
 
 
@@ -110,6 +110,6 @@ def test_a_number_that_another_machine_may_have_written_names_no_process(
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         stranger.send_signal(signal.SIGSTOP)
         (tmp_path / "a.lock").write_text(str(stranger.pid) if content == "a stranger" else content)
-        with pytest.raises(InUseError, match="in use by another process, perhaps on another machine: wait until"):
+        with refusal(InUseError):
             locks.locked(tmp_path / "a.lock", "the cache", "or wait", wait=True).__enter__()
         stranger.kill()
