@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+from messages import refusal
 from report_lines import MIB, evaluation_line, training_line, write_lines
 from rich.console import Console
 
@@ -138,7 +139,7 @@ def test_a_frame_has_a_row_a_step_and_flat_columns(run: RunDirectory) -> None:
 
 def test_a_frame_without_pandas_names_it(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MachineError, match="needs the package pandas: pip install pandas"):
+    with refusal(MachineError, "pip install pandas"):
         Result(run).frame()
 
 
