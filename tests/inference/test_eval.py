@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import write_rows
+from messages import refusal
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -138,7 +139,7 @@ def test_eval_json_and_the_report_hold_what_was_returned(scores: Scores, run: Ru
     for cell in ("sayings: acc", f"{scores.losses['merged']:.4f}", "percentile bootstrap over rows (1,000 resamples"):
         assert cell in page
     run.eval_file.write_text("{}")
-    with pytest.raises(ArtifactError, match=r"eval\.json: not as this program writes it"):
+    with refusal(ArtifactError, "eval.json:"):
         Scores.read(run)
 
 
@@ -209,7 +210,7 @@ def test_an_impossible_evaluation_is_refused_before_a_model_is_loaded(
 def test_an_unknown_task_is_reported_with_the_nearest(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = TaskManager(include_path=task.parent, include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_defaults: known)
-    with pytest.raises(ConfigError, match="task `sayngs` is not known; did you mean `sayings`"):
+    with refusal(ConfigError, "`sayngs`", "`sayings`"):
         Tasks(["sayngs"], batch_size=1, limit=None, apply_chat_template=False)
 
 
@@ -240,14 +241,14 @@ def test_a_run_without_an_evaluation_set_takes_tasks_alone_and_a_damaged_adapter
     other.config_file.write_text(dump(lost))
     found = finetune.evaluate(other, tasks=[str(task)], models=["adapter"], limit=1)
     assert "given from Python" in found.notes[1]
-    with pytest.raises(DataError, match="run the program that gave them again"):
+    with refusal(DataError):
         finetune.evaluate(other)
     file = other.adapter / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file(dict(list(tensors.items())[1:]), file)
     (other.adapter / "fingerprint.json").unlink()  # which earlier versions did not write
     before = other.eval_file.read_bytes()
-    with pytest.raises(ArtifactError, match="do not fit this base"):
+    with refusal(ArtifactError):
         finetune.evaluate(other, tasks=[str(task)])
     assert other.eval_file.read_bytes() == before
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from messages import refusal
 
 from finetune.errors import ConfigError, DataError, MachineError
 from finetune.inference import metrics
@@ -60,10 +61,10 @@ def test_a_json_schema_is_a_rule(tmp_path: Path) -> None:
     file.write_text(json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}))
     assert [score(file, text) for text in ('{"n": 1}', '{"n": "1"}', "{}", "n")] == [1, 0, 0, 0]
     file.write_text(json.dumps({"$ref": "https://example.com/schema.json"}))
-    with pytest.raises(DataError, match="cannot score this row"):  # and nothing is downloaded
+    with refusal(DataError):  # and nothing is downloaded
         score(file, "{}")
     file.write_text(json.dumps({"type": "no such type"}))
-    with pytest.raises(ConfigError, match="not a JSON schema"):
+    with refusal(ConfigError):
         find(str(file))
 
 
@@ -83,11 +84,11 @@ def test_a_rule_of_a_user_gets_answer_reference_and_row_and_names_the_row_that_i
     file = tmp_path / "rule.py"
     file.write_text(RULE)
     assert score(f"{file}:score", "abc", row={"length": 3}) == 0.5
-    with pytest.raises(DataError, match=r"rows\.jsonl:7: .*KeyError: 'length' \(rule\.py:7\)"):
+    with refusal(DataError, "rows.jsonl:7", "KeyError:", "rule.py:7"):
         score(f"{file}:score", "abc")
-    with pytest.raises(DataError, match=r"rows\.jsonl:7: .* returned '0\.5'; it must return a finite number"):
+    with refusal(DataError, "rows.jsonl:7", "0.5"):
         score(f"{file}:text", "abc")
-    with pytest.raises(DataError, match="the reference is not valid JSON"):
+    with refusal(DataError):
         score("json_equal", "1", "one")
 
 
@@ -114,5 +115,5 @@ def test_a_metric_without_its_package_exits_4_with_what_to_install(monkeypatch: 
         raise ImportError(name)
 
     monkeypatch.setattr(metrics.importlib, "import_module", missing)
-    with pytest.raises(MachineError, match=r"needs the package rouge_score: pip install 'finetune\[evaluation\]'"):
+    with refusal(MachineError, "rouge_score", "pip install 'finetune[evaluation]'"):
         find("rouge_l")

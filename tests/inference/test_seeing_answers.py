@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import seeing
 import torch
+from messages import refusal
 from peft import PeftModel
 from PIL import Image
 from seeing_jobs import SeeingRun, plain_inputs
@@ -114,9 +115,9 @@ def test_images_decide_an_answer(seeing_run: SeeingRun, opened: jobs.Ready, call
     for image in (files[0].read_bytes(), Image.open(files[0])):
         assert finetune.generate(run, "What?", images=[image], max_new_tokens=5) == said[0]
     assert finetune.generate(run, "What?", images=[files[0]], which="base", max_new_tokens=5) != said[0]
-    with pytest.raises(ConfigError, match=r"`images` must be a list of images, not 'cat\.png'"):
+    with refusal(ConfigError, "`images`", "cat.png"):
         finetune.generate(run, "What?", images="cat.png")
-    with pytest.raises(DataError, match=r"`images\[0\]` must be the path of an image"):
+    with refusal(DataError, "`images[0]`"):
         finetune.generate(run, "What?", images=[3])
 
 
