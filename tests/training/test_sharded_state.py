@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refusal
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -131,12 +132,12 @@ def test_an_optimizer_that_needs_whole_weights_is_refused(subtests: pytest.Subte
             if optimizer.can_update("row" if kind == "fsdp" else "number"):
                 check(job, torch.device("cpu"))
             else:
-                with pytest.raises(ConfigError, match=f"{name} cannot update .*shards"):
+                with refusal(ConfigError, name):
                     check(job, torch.device("cpu"))
 
 
 def test_deepspeed_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     job = Config(distributed=DistributedSection(kind="deepspeed"))
-    with pytest.raises(MachineError, match="pip install deepspeed"):
+    with refusal(MachineError, "pip install deepspeed"):
         check(job, torch.device("cpu"))

@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import TensorBoardTracker
 from bitsandbytes.optim import GlobalOptimManager
 from jobs import adapter_weights
+from messages import refusal, reported
 from safetensors.torch import load_file
 from steps import spoil_losses, stopped_and_resumed
 
@@ -181,9 +182,11 @@ def test_the_best_checkpoint_is_published_where_ten_held_out_rows_judge_it_and_e
     saved = load_file(run.checkpoint(best if judges else 12) / "adapter_model.safetensors")
     assert all(torch.equal(published[name], saved[name]) for name in published)
     assert best in [checkpoint_step(path) for path in run.complete_checkpoints()]
-    out = " ".join(capsys.readouterr().out.split())
-    assert ("too few different rows to choose an adapter by, so the last one is published" in out) == (not judges)
-    assert (f"publishing the last step, not step {best} with its lower eval loss" in out) == (not judges)
+    out = capsys.readouterr().out
+    assert ("too few different rows" in out) == ("publishing the last step" in out) == (not judges)
+    if not judges:
+        reported(out, "too few different rows")
+        reported(out, "publishing the last step", f"step {best}")
 
 
 @pytest.mark.slow
@@ -336,7 +339,7 @@ def test_a_tracker_that_cannot_start_is_refused(quick, monkeypatch: pytest.Monke
     config, started, refuses = quick("tracking.to=[tensorboard, wandb]"), Unreachable(1), Unreachable(1)
     refuses.start = refuse
     monkeypatch.setattr(tracking, "_made", lambda name, *_: {"tensorboard": started, "wandb": refuses}[name])
-    with pytest.raises(MachineError, match=r"tracking.to: wandb.*no route to host"):
+    with refusal(MachineError, "tracking.to:"):
         Trackers(config.tracking, RunDirectory(config.output.dir), config, pytest.fail)
     assert started.left == 0, "it was finished"
 
@@ -417,6 +420,6 @@ def test_every_tracker_is_one_that_accelerate_knows() -> None:
 
 def test_missing_tracker_names_the_package(quick) -> None:
     config = quick("tracking.to=[mlflow]")
-    with pytest.raises(MachineError, match="pip install mlflow"):
+    with refusal(MachineError, "pip install mlflow"):
         finetune.train(config)
     assert not RunDirectory(config.output.dir).finished
