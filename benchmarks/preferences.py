@@ -1,6 +1,6 @@
 """The run of docs/preferences.md: trains configs/tiny_dpo.yaml from scratch, as a user would, and evaluates it.
 
-Writes benchmarks/results/preferences.json, and beside the docs what the evaluation printed (docs/preferences_eval.txt).
+Writes benchmarks/results/preferences.json.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def main() -> None:
         "measures": {one["name"]: {"rows": one["rows"], **one["models"]} for one in measures},
     }
     harness.save(harness.RESULTS / "preferences.json", result, threads=1)
-    (harness.ROOT / "docs" / "preferences_eval.txt").write_text(shown, encoding="utf-8")
     sys.stdout.write(done.output + shown)
 
 

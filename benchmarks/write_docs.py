@@ -1,25 +1,21 @@
-"""Writes into README and docs/ what is recorded or generated: figures, tables, printed output, whole references.
+"""Writes into README and docs/ what is generated or recorded: references, tables of results, printed output.
 
     python benchmarks/write_docs.py      (a part of `make docs`)
 
-A figure of a page is a link, `[0.918][loop]`: `loop` is a key of FIGURES, and the link leads to the file of
-benchmarks/results/ that the figure is read from. Tables and printed output stand between `<!-- written: NAME -->` and
-`<!-- end -->`, where NAME is a key of BLOCKS. The targets of the links are written after `<!-- sources -->` at the end
-of the page. To change a figure, record its result anew; a test asserts that this script changes nothing.
+Generated text stands between `<!-- written: NAME -->` and `<!-- end -->`, where NAME is a key of BLOCKS. Results stand
+on docs/benchmarks.md alone. To change one, record it anew; a test asserts that this script changes nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from finetune import settings
-from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES
 from finetune.runtime import patches
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,29 +139,69 @@ def recorded(name: str) -> list[str]:
 
 # -- figures -----------------------------------------------------------------------------------------------------------
 
+Value = str | Callable[[Any], Any]
+"""Of a file of results: the path of a number in it, or a function that computes one."""
 
-class Figure(NamedTuple):
-    """A number of a file of results: by its path there, or computed from the file; its format, and its unit."""
+FIGURES: dict[str, list[tuple[str, str, str, list[Value]]]] = {
+    "forecast": [
+        ("settings trained, architectures", "forecast_cpu", "{}, {}", ["summary/compared", "summary/architectures"]),
+        ("median error of a peak", "forecast_cpu", "{:.2%}", ["summary/median_absolute_error"]),
+        ("largest, second largest error of a peak", "forecast_cpu", "{:.1%}, {:.2%}",
+         [lambda found: _errors(found)[0], lambda found: _errors(found)[1]]),
+        ("seconds of a forecast, imports included: Llama-2-7B, 70B", "forecast_speed", "{:.1f}, {:.1f}",
+         [lambda found: _seconds(found, "7b-hf"), lambda found: _seconds(found, "70b-hf")]),
+    ],
+    "speed": [
+        ("loop, whole process of 60 steps, with the settings of a plain script", "overhead", "{:.2f}, {:.2f}",
+         ["allocators/kept/ratios/loop_seconds/median", "allocators/kept/ratios/process_seconds/median"]),
+        ("an epoch of DPO on 1,280 pairs, beside DPOTrainer", "beside_dpo", "{:.2f}",
+         ["beside/trl/ratios/process_seconds/median"]),
+        ("480 rows with an image each, small Idefics 3", "beside_images", "{:.2f}",
+         ["beside/trl/ratios/process_seconds/median"]),
+        ("a halved sweep, a full one, beside lone runs", "sweeps", "{:.2f}, {:.2f}",
+         ["jobs/2M/beside/halved/lone/seconds", "jobs/2M/beside/full/lone/seconds"]),
+        ("reading, rendering, tokenizing and masking a million conversations", "preparation", "{:.2f}",
+         [lambda found: 1 / found["ratio"]["median"]]),
+        ("MiB for that: finetune, TRL", "preparation", "{:,.0f}, {:,.0f}",
+         [lambda found: found["peak_resident_bytes"]["finetune"] / MIB,
+          lambda found: found["peak_resident_bytes"]["trl"] / MIB]),
+    ],
+    "faults": [
+        ("ranks killed, runs, largest difference of a weight", "faults_ranks", "{}, {}, {:.1e}",
+         [lambda _: sum(_of_ranks("kills")), lambda _: sum(_of_ranks("runs")),
+          lambda _: max(_of_ranks("largest_difference_of_a_weight"))]),
+        ("merges killed: at random moments, at each change of a file", "merge", "{}, {}",
+         ["kills_at_random/kills", "kills_at_each_change_of_a_file/kills"]),
+        ("faults put into the code, found, accepted", "mutations", "{:,}, {:,}, {}",
+         [lambda found: _of_mutants(found, "mutants"),
+          lambda found: _of_mutants(found, "killed") + _of_mutants(found, "timed_out"),
+          lambda found: sum(len(area["accepted"]) for area in found["areas"].values())]),
+    ],
+    "served": [
+        ("largest KL divergence of an adapter on what is served: read back, in llama.cpp", "served", "{:.1g}, {:.4f}",
+         [lambda found: max(cell["kl"] for cell in _adapters(found)),
+          lambda found: max(cell["llama_cpp"]["kl"] for cell in _adapters(found) if "llama_cpp" in cell)]),
+        ("families as GGUF in llama.cpp; greedy answers, as in transformers", "gguf_in_llama_cpp", "{}; {}, {}",
+         [lambda found: len(found["models"]), lambda found: len(_gguf(found)),
+          lambda found: sum(each["answer_tokens_alike"] == each["answer_tokens"] for each in _gguf(found))]),
+        ("error of the forecast of a KV cache, of the peak of answers", "answers", "{:.3%}, {:.2%}",
+         [lambda found: max(abs(row["cache_off"]) for row in found["memory"]),
+          lambda found: max(abs(row["peak_off"]) for row in found["memory"])]),
+        ("logits of the built-in base off: int8 here, in bitsandbytes' layers, NF4", "int8_cpu",
+         "{:.1%}, {:.1%}, {:.1%}",
+         ["logits/int8", "logits/int8, inputs in 8 bit", "logits/nf4"]),
+    ],
+}  # fmt: skip
+"""Rows of the tables of figures: what was measured, the file, the format, and the values."""
 
-    file: str
-    value: str | Callable[[Any], float]
-    form: str = ""
-    unit: int = 1
 
-    def text(self) -> str:
-        found = result(self.file)
-        if isinstance(self.value, str):
-            for key in self.value.split("/"):
-                found = found[int(key) if isinstance(found, list) else key]
-        else:
-            found = self.value(found)
-        return format(found if self.unit == 1 else found / self.unit, self.form)
+def _errors(found: Any) -> list[float]:
+    """The errors of peaks, the largest first."""
+    return sorted((abs(row["relative_errors"]["peak"]) for row in found["settings"].values()), reverse=True)
 
 
-def _of_faults(count: Callable[[Iterable[int]], int], key: str, tool: str) -> Callable[[Any], int]:
-    return lambda found: count(
-        counts[key] for name, both in found["tools"].items() if name.startswith(tool) for counts in both.values()
-    )
+def _seconds(found: Any, job: str) -> float:
+    return found["jobs"][f"meta-llama/Llama-2-{job}"]["median_seconds"]
 
 
 def _of_ranks(key: str) -> list[float]:
@@ -173,153 +209,35 @@ def _of_ranks(key: str) -> list[float]:
     return [result(f"faults_ranks{sharing}")["found"][key] for sharing in ("", "_fsdp", "_deepspeed")]
 
 
-def _of_mutants(count: Callable[[Any], int]) -> Callable[[Any], int]:
-    return lambda found: sum(count(area) for area in found["areas"].values())
+def _of_mutants(found: Any, key: str) -> int:
+    return sum(area[key] for area in found["areas"].values())
 
 
-def _of_gguf(count: Callable[[Any], bool]) -> Callable[[Any], int]:
-    return lambda found: sum(count(model[kind]) for model in found["models"].values() for kind in found["bounds"])
-
-
-def _largest_errors(found: Any) -> list[float]:
-    """The errors of peaks, the largest first."""
-    return sorted((abs(row["relative_errors"]["peak"]) for row in found["settings"].values()), reverse=True)
-
-
-def _forecast_seconds(job: str) -> Callable[[Any], float]:
-    return lambda found: found["jobs"][job]["median_seconds"]
-
-
-def _off_by(key: str) -> Callable[[Any], float]:
-    return lambda found: max(abs(row[key]) for row in found["memory"])
-
-
-def _cells(found: Any) -> Iterator[Any]:
+def _adapters(found: Any) -> list[Any]:
     """What was measured of adapters on what is served, by any base, seed and kind."""
-    for base in found["bases"].values():
-        for seed in base["seeds"].values():
-            yield from seed.get("adapter", {}).values()
+    seeds = [seed for base in found["bases"].values() for seed in base["seeds"].values()]
+    return [cell for seed in seeds for cell in seed.get("adapter", {}).values()]
 
 
-def _least_kept(found: Any) -> float:
-    """The smallest mean share of the gain that a form of five bits and more keeps."""
-    kept = found["bases"]["built-in"]["kept"].values()
-    return min(mean for way in kept for kind, (mean, *_) in way.items() if kind in _FINE)
+def _gguf(found: Any) -> list[Any]:
+    return [model[kind] for model in found["models"].values() for kind in found["bounds"]]
 
 
-def _slower(found: Any) -> list[float]:
-    return [budget["slower_than_it"] for budget in found["budgets"]]
+def _figures(section: str) -> str:
+    def row(what: str, file: str, form: str, values: list[Value]) -> str:
+        found = result(file)
+        numbers = (value(found) if callable(value) else _at(found, value) for value in values)
+        return f"{what} | {form.format(*numbers)} | [{file}](../{RESULTS}/{file}.json)"
+
+    return _table("measured | figure | recorded in", (row(*each) for each in FIGURES[section]))
 
 
-def _times_as_fast(found: Any) -> list[float]:
-    """As TRL's best setting, by the predicted seconds of a step, of each model and card."""
-    return [one["times_as_fast"]["one length"]["best"] for cards in found["steps"].values() for one in cards.values()]
-
-
-def _swapped_seconds(found: Any) -> float:
-    swapped = found["plans"][-1]["plan"]["swapped_bytes"]
-    return swapped / DISK_READ_BYTES + swapped / DISK_WRITE_BYTES
-
-
-_EXPONENT = "findings/batch/exponent of the batch"
-_LOOP = "ratios/loop_seconds/median"
-_LONG = "forecast/ways/fused kernels, tiles, inputs on the host"
-_SERVED_STEPS = "steps/Llama-3.1-8B/RTX 4090/served"
-_QUANTIZED_INPUTS = "int8, inputs in 8 bit"
-
-FIGURES = {
-    # the README's run
-    "tiny-steps": Figure("tiny_cpu", "summary/steps"),
-    "tiny-before": Figure("tiny_cpu", "summary/base_eval_loss", ".4f"),
-    "tiny-after": Figure("tiny_cpu", "summary/best_eval_loss", ".4f"),
-    "merge-error": Figure("tiny_cpu", "merge/error", ".2%"),
-    "merge-bound": Figure("tiny_cpu", "merge/bound", ".2%"),
-    "merge-effect": Figure("tiny_cpu", "merge/effect", ".1%"),
-    # the run on preferences
-    "counted-rows": Figure("counted_images", "runs/0/rows", ","),
-    "counted-steps": Figure("counted_images", "runs/0/steps"),
-    "counted-held-out": Figure("counted_images", "runs/0/held_out"),
-    "images-rows": Figure("beside_images", "job/rows", ","),
-    "pairs-trained": Figure("preferences", "rows/train", ","),
-    "pairs-steps": Figure("preferences", "steps"),
-    # the forecast
-    "forecast-settings": Figure("forecast_cpu", "summary/compared"),
-    "forecast-architectures": Figure("forecast_cpu", "summary/architectures"),
-    "forecast-median": Figure("forecast_cpu", "summary/median_absolute_error", ".2%"),
-    "forecast-worst": Figure("forecast_cpu", lambda found: _largest_errors(found)[0], ".1%"),
-    "forecast-second": Figure("forecast_cpu", lambda found: _largest_errors(found)[1], ".2%"),
-    "small-measured": Figure("forecast_cpu", "settings/small-llama, small tiles/measured/peak", ".2f", MIB),
-    "small-forecast": Figure("forecast_cpu", "settings/small-llama, small tiles/forecast/peak", ".2f", MIB),
-    "small-tracked": Figure("forecast_memtracker", "settings/small-llama, small tiles/mem_tracker/bytes", ".2f", MIB),
-    "forecast-seconds-7b": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-7b-hf"), ".1f"),
-    "forecast-seconds-70b": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-70b-hf"), ".1f"),
-    "forecast-seconds-chosen": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-7b-hf, chosen"), ".0f"),
-    "fit-slower": Figure("fit_cpu", lambda found: max(_slower(found)), ".1%"),
-    # speed
-    "loop": Figure("overhead", f"allocators/kept/{_LOOP}", ".3f"),
-    "process": Figure("overhead", "allocators/kept/ratios/process_seconds/median", ".2f"),
-    "dpo-process": Figure("beside_dpo", "beside/trl/ratios/process_seconds/median", ".2f"),
-    "images-process": Figure("beside_images", "beside/trl/ratios/process_seconds/median", ".2f"),
-    "dpo-pairs": Figure("beside_dpo", "job/pairs", ","),
-    "step-least": Figure("step_cost", lambda found: min(_times_as_fast(found)), ".2f"),
-    "step-most": Figure("step_cost", lambda found: max(_times_as_fast(found)), ".2f"),
-    "preparation-rows": Figure("preparation", "job/rows", ","),
-    "preparation-ours": Figure("preparation", "rows_per_second/finetune", ",.0f"),
-    "preparation-ratio": Figure("preparation", "ratio/median", ".2f"),
-    "preparation-mib": Figure("preparation", "peak_resident_bytes/finetune", ",.0f", MIB),
-    "preparation-trl-mib": Figure("preparation", "peak_resident_bytes/trl", ",.0f", MIB),
-    # kills, saves and tests
-    "save-interval": Figure("faults", "save_interval_steps"),
-    "kills": Figure("faults", _of_faults(sum, "kills", "finetune")),
-    "rank-runs": Figure("faults_ranks", lambda _: sum(_of_ranks("runs"))),
-    "rank-kills": Figure("faults_ranks", lambda _: sum(_of_ranks("kills"))),
-    "rank-difference": Figure("faults_ranks", lambda _: max(_of_ranks("largest_difference_of_a_weight")), ".1e"),
-    "trainer-kills": Figure("faults", _of_faults(sum, "kills", "Hugging Face Trainer")),
-    "trainer-stuck": Figure("faults", _of_faults(sum, "runs_that_could_not_resume", "Hugging Face Trainer")),
-    "mutants": Figure("mutations", _of_mutants(lambda area: area["mutants"]), ","),
-    "mutants-found": Figure("mutations", _of_mutants(lambda area: area["killed"] + area["timed_out"]), ","),
-    "mutants-accepted": Figure("mutations", _of_mutants(lambda area: len(area["accepted"]))),
-    # memory
-    "int8-inputs": Figure("int8_cpu", f"logits/{_QUANTIZED_INPUTS}", ".1%"),
-    "int8": Figure("int8_cpu", "logits/int8", ".1%"),
-    "int8-nf4": Figure("int8_cpu", "logits/nf4", ".1%"),
-    "long-short-row": Figure("long_context", "resident/resident_bytes/4096", ".0f", MIB),
-    "long-long-row": Figure("long_context", "resident/resident_bytes/32768", ".0f", MIB),
-    "long-card": Figure("long_context", f"{_LONG}/needed_bytes", ".1f", GIB),
-    "long-host": Figure("long_context", f"{_LONG}/host_bytes", ".1f", GIB),
-    "swapped-seconds": Figure("plan_many_gpus", _swapped_seconds, ".0f"),
-    # what is served
-    "step-adapter": Figure("step_cost", f"{_SERVED_STEPS}/q4_k_m/times", ".3f"),
-    # merge, exports, answers
-    "merge-kills": Figure("merge", "kills_at_random/kills"),
-    "merge-failpoints": Figure("merge", "kills_at_each_change_of_a_file/kills"),
-    "rounding-kills": Figure("rounding", "kills/kills"),
-    "rounding-tokens": Figure("rounding", "rounding_1B/tokens", ","),
-    "rounding-seconds": Figure("rounding", "rounding_1B/seconds", ".0f"),
-    "rounding-peak": Figure("rounding", lambda found: found["rounding_1B"]["peak_bytes"] / 2**30, ".2f"),
-    "rounding-forecast": Figure("rounding", lambda found: found["rounding_1B"]["forecast_bytes"] / 2**30, ".2f"),
-    "gguf-families": Figure("gguf_in_llama_cpp", lambda found: len(found["models"])),
-    "gguf-answers": Figure("gguf_in_llama_cpp", _of_gguf(lambda each: True)),
-    "gguf-same-answers": Figure(
-        "gguf_in_llama_cpp", _of_gguf(lambda each: each["answer_tokens_alike"] == each["answer_tokens"])
-    ),
-    "kept-finer": Figure("served", _least_kept, ".3f"),
-    "adapter-kl": Figure("served", lambda found: max(cell["kl"] for cell in _cells(found)), ".1g"),
-    "served-in-llama-cpp": Figure(
-        "served", lambda found: max(cell["llama_cpp"]["kl"] for cell in _cells(found) if "llama_cpp" in cell), ".4f"
-    ),
-    "cache-settings": Figure("answers", lambda found: len(found["memory"])),
-    "cache-error": Figure("answers", _off_by("cache_off"), ".3%"),
-    "answer-peak-error": Figure("answers", _off_by("peak_off"), ".2%"),
-    # rank, rate and epochs
-    "sweep-full": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["full/lone"]["seconds"], ".2f"),
-    "sweep-halved": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["halved/lone"]["seconds"], ".2f"),
-    "sweep-trl": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["halved/trl"]["seconds"], ".2f"),
-    "root-mean": Figure("evidence", f"{_EXPONENT}/mean", ".2f"),
-    "root-low": Figure("evidence", f"{_EXPONENT}/low", ".2f"),
-    "root-high": Figure("evidence", f"{_EXPONENT}/high", ".2f"),
-}
-"""Figures by their names in the pages."""
+def _at(found: Any, path: str) -> Any:
+    """The number at `path`; a key may itself have a slash."""
+    if path in found:
+        return found[path]
+    first = next(key for key in found if path.startswith(f"{key}/"))
+    return _at(found[first], path.removeprefix(f"{first}/"))
 
 
 # -- tables and printed output -----------------------------------------------------------------------------------------
@@ -368,16 +286,6 @@ def _first_minutes() -> str:
 
 def _tiny_memory() -> str:
     return _output(_between("tiny_cpu", "┏━━━━━━━━━━━━┳━━━━━━━━━━┳", "tensors, in a step"))
-
-
-def _preferences_eval() -> str:
-    both = ["│ - base", "│ - adapter"]
-    return _excerpt(
-        "preferences_eval",
-        [
-            "┏", "┃  ", "┡", "│ pair loss", *both, "...", "│ accuracy", *both, "...", "└",
-        ],
-    )  # fmt: skip
 
 
 def _llama7b_plan() -> str:
@@ -453,18 +361,6 @@ def _beside_trl() -> str:
     return _table(heads, (row(name, job) for name, job in result("beside_peers_cpu")["jobs"].items()))
 
 
-def _step_over_least() -> str:
-    def row(card: str, one: Any) -> str:
-        over = one["over_least"]
-        parts = " | ".join(f"{over[part]:.2f}" for part in ("arithmetic", "traffic", "launches"))
-        return f"{card} | {one['ours']['seconds']:.2f} | {over['times']:.2f} | {parts}"
-
-    return _table(
-        "card | seconds | times the least | of it, more arithmetic | traffic | launches",
-        (row(*one) for one in result("step_cost")["steps"]["Llama-3.1-8B"].items()),
-    )
-
-
 def _batching() -> str:
     found = result("batching")
 
@@ -506,24 +402,12 @@ def _around(one: Any, form: str, to: str = "\N{EN DASH}") -> str:
     return f"{one['mean']:{form}} ({one['low']:{form}}{to}{one['high']:{form}})" if one else ""
 
 
-def _counted_images() -> str:
-    def row(seed: str, one: Any) -> str:
-        right = one["measures"]["exact_match"]
-        before, after = (
-            "{value:.1%} ({low:.1%}\N{EN DASH}{high:.1%})".format(**right[name]) for name in ("base", "adapter")
-        )
-        return f"{seed} | {before} | {after} | {one['seconds']:.0f}"
-
-    heads = "seed | right before | right after | seconds"
-    return _table(heads, (row(seed, one) for seed, one in result("counted_images")["runs"].items()))
-
-
 _FINE = ("q5_k_m", "q6_k", "q8_0", "fp8")
 """Forms of five bits and more, of which one figure says enough."""
 
 
-def _served(base: str) -> str:
-    kept = result("served")["bases"][base]["kept"]
+def _served() -> str:
+    kept = result("served")["bases"]["built-in"]["kept"]
 
     def row(kind: str) -> str:
         ranges = (dict(zip(("mean", "low", "high"), way.get(kind, ()), strict=False)) for way in kept.values())
@@ -571,41 +455,6 @@ def _plans() -> str:
     return _table(heads, (row(job, one) for job, one in zip(_JOBS, plans, strict=True)))
 
 
-def _mixtures() -> str:
-    """Plans of adapters on experts."""
-    changed = {
-        "quantization.kind=none": "16 bit", "quantization.kind=published": "MXFP4, as published",
-        "adapter.expert_rank=1": "`expert_rank: 1`",
-    }  # fmt: skip
-
-    def row(one: Any) -> str:
-        stored = [] if any("quantization" in change for change in one["changes"]) else ["NF4"]
-        how = "; ".join([*stored, *(changed[change] for change in one["changes"])])
-        needs, budget = (f"{one['plan'][key] / GIB:.2f}" for key in ("needed_bytes", "budget_bytes"))
-        fits = f"{needs} of {budget} GiB" + ("" if one["plan"]["fits"] else ", does not fit")
-        return f"{one['model']} | {how} | {one['rows']} x {one['tokens']:,} | {one['gpu']} | {fits}"
-
-    plans = (one for one in result("plan_mixtures")["plans"] if "adapter.expert_rank=0" not in one["changes"])
-    return _table("base | experts | tokens | GPU | needs", map(row, plans))
-
-
-def _ways() -> str:
-    """Plans of 8B in each way to what is served, on two cards."""
-    plans: dict[tuple[str, str], list[Any]] = {}
-    for one in result("plan_mixtures")["served"]:
-        plans.setdefault((one["way"], one["serve"]), []).append(one)
-
-    def row(way: str, serve: str, on: list[Any]) -> str:
-        base = sum(on[0]["plan"]["categories"][name] for name in ("base_weights", "quantization_state")) / GIB
-        needs = " | ".join(
-            f"{one['plan']['needed_bytes'] / GIB:.2f}" + " (no)" * (not one["plan"]["fits"]) for one in on
-        )
-        rounding = f"{size / GIB:.2f}" if (size := on[0]["rounding_bytes"]) else ""
-        return f"`{way}`, `{serve}` | {base:.2f} | {needs} | {rounding}"
-
-    return _table("GiB | base | RTX 4090 | RTX 4080 | rounding", (row(*key, on) for key, on in plans.items()))
-
-
 def _own_loss() -> str:
     code = (ROOT / "examples" / "own_loss.py").read_text(encoding="utf-8").split('"""\n\n')[1]
     return f"```python\n{code}```"
@@ -631,69 +480,41 @@ def _evidence() -> str:
     return _table(" | loss at its best rate | difference | best rate", rows)
 
 
-def _facts() -> str:
-    found = result("evidence")["findings"]["capacity"]
-    losses = {name: {rank: one["loss"] for rank in (1, 2, 4, 8, 32) if (one := found.get(f"{name}, rank {rank}"))}
-              for name in ("many facts", "few facts")}  # fmt: skip
-    ranks = [*losses["many facts"]]
-    return _table(
-        f"loss | {' | '.join(f'rank {rank}' for rank in ranks)}",
-        (f"{name} | {' | '.join(_around(of.get(rank), '.3f') for rank in ranks)}" for name, of in losses.items()),
-    )
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
-    "evidence": _evidence,
-    "facts": _facts,
+    **{f"figures-{section}": functools.partial(_figures, section) for section in FIGURES},
     "first-minutes": _first_minutes,
     "tiny-memory": _tiny_memory,
-    "preferences-eval": _preferences_eval,
     "llama7b-plan": _llama7b_plan,
     "data-look": _data_look,
+    "own-loss": _own_loss,
     "forecast-phases": _forecast_phases,
     "forecast-peers": _forecast_peers,
     "forecast-memtracker": _forecast_memtracker,
     "beside-trl": _beside_trl,
     "beside-defaults": _beside_defaults,
-    "counted-images": _counted_images,
-    "step-over-least": _step_over_least,
     "batching": _batching,
     "kills": _kill_table,
     "long-rows": _long_rows,
     "plans": _plans,
-    "mixtures": _mixtures,
-    "ways": _ways,
-    "served": lambda: _served("built-in"),
-    "served-125m": lambda: _served("125M"),
-    "own-loss": _own_loss,
+    "served": _served,
+    "evidence": _evidence,
 }
 """Blocks by their names in the pages."""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
-_FIGURE = re.compile(r"\[([^\[\]\n]+)\]\[([a-z][a-z0-9-]*)\]")
 _BLOCK = re.compile(r"^<!-- written: ([a-z0-9-]+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
-_SOURCES = re.compile(r"^<!-- sources -->\n.*\Z", re.MULTILINE | re.DOTALL)
 
 
-def used(text: str) -> tuple[set[str], set[str]]:
-    """Names of the figures and of the blocks in a page."""
-    return {name for _, name in _FIGURE.findall(text)}, set(_BLOCK.findall(text))
-
-
-def written(text: str, page: Path) -> str:
-    """The text of a page with its figures, blocks and sources. Raises KeyError for an unknown name."""
-    text = _BLOCK.sub(lambda block: f"<!-- written: {block[1]} -->\n{BLOCKS[block[1]]()}\n<!-- end -->", text)
-    text = _FIGURE.sub(lambda figure: f"[{FIGURES[figure[2]].text()}][{figure[2]}]", text)
-    results = Path(os.path.relpath(ROOT / RESULTS, page.parent)).as_posix()
-    sources = "".join(f"[{name}]: {results}/{FIGURES[name].file}.json\n" for name in sorted(used(text)[0]))
-    return _SOURCES.sub(lambda _: f"<!-- sources -->\n{sources}", text)
+def written(text: str) -> str:
+    """The text of a page with its blocks. Raises KeyError for an unknown name."""
+    return _BLOCK.sub(lambda block: f"<!-- written: {block[1]} -->\n{BLOCKS[block[1]]()}\n<!-- end -->", text)
 
 
 def changed() -> dict[Path, str]:
     """The files whose text is not up to date, with what it should be."""
-    new = {page: written(page.read_text(encoding="utf-8"), page) for page in pages()} | generated()
+    new = {page: written(page.read_text(encoding="utf-8")) for page in pages()} | generated()
     return {path: text for path, text in new.items() if not path.is_file() or not _equal(path, text)}
 
 

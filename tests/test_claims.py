@@ -1,4 +1,4 @@
-"""README and docs say what was recorded: `make docs` changes nothing, and the results are within what is claimed."""
+"""`make docs` changes nothing, and the recorded results are within what README and docs claim."""
 
 from __future__ import annotations
 
@@ -27,17 +27,15 @@ def test_make_docs_changes_nothing() -> None:
     assert [str(path.relative_to(ROOT)) for path in write_docs.changed()] == []
 
 
-def test_a_figure_that_was_edited_by_hand_is_written_again(tmp_path: Path) -> None:
-    text = page("README.md")
-    edited = re.sub(r"\[[\d.]+\]\[loop\]", "[0.123][loop]", text).replace("fits: 22", "fits: 0")
-    assert edited != text
-    assert write_docs.written(edited, ROOT / "README.md") == text
+def test_a_table_that_was_edited_by_hand_is_written_again() -> None:
+    edited = page("README.md").replace("fits: 22", "fits: 0")
+    assert edited != page("README.md")
+    assert write_docs.written(edited) == page("README.md")
 
 
-def test_every_figure_and_block_is_used_on_a_page() -> None:
-    used = [write_docs.used(page.read_text(encoding="utf-8")) for page in write_docs.pages()]
-    assert {name for figures, _ in used for name in figures} == write_docs.FIGURES.keys()
-    assert {name for _, blocks in used for name in blocks} == write_docs.BLOCKS.keys()
+def test_every_block_is_used_on_one_page() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in write_docs.pages())
+    assert sorted(re.findall(r"<!-- written: (\S+) -->", pages)) == sorted(write_docs.BLOCKS)
 
 
 def test_the_printed_output_is_not_cut_short() -> None:
@@ -48,11 +46,26 @@ def test_the_printed_output_is_not_cut_short() -> None:
 # -- the results are within what the sentences around them say ---------------------------------------------------------
 
 
+def test_the_readme_repeats_figures_that_were_recorded() -> None:
+    forecast, faults = results("forecast_cpu")["summary"], results("faults")["tools"]
+    readme = " ".join(page("README.md").split())
+    assert f"Over {forecast['compared']} training jobs of {forecast['architectures']} architectures" in readme
+    assert f"the median error of the peak was {forecast['median_absolute_error']:.2%}" in readme
+    largest, second, *_ = sorted(
+        (abs(row["relative_errors"]["peak"]) for row in results("forecast_cpu")["settings"].values()), reverse=True
+    )
+    assert f"off by {largest:.1%}, all others by at most {second:.2%}" in readme
+    assert f"each of {sum(counts['kills'] for counts in faults['finetune'].values())} `kill -9`" in readme
+    trainer = [counts for name, both in faults.items() if "Trainer" in name for counts in both.values()]
+    assert sum(each["runs_that_could_not_resume"] for each in trainer) / sum(each["kills"] for each in trainer) > 0.15
+    assert results("overhead")["allocators"]["kept"]["ratios"]["loop_seconds"]["median"] <= 0.7
+    merge = results("tiny_cpu")["merge"]
+    assert merge["error"] <= min(merge["bound"], 0.01)
+    assert f"by {merge['effect']:.0%}" in readme
+
+
 def test_the_forecast_is_off_by_little_and_is_made_in_seconds() -> None:
-    sweep = results("forecast_cpu")["summary"]
-    assert sweep["compared"] >= 100
-    assert sweep["architectures"] >= 25
-    assert sweep["failed"] == []
+    assert results("forecast_cpu")["summary"]["failed"] == []
     errors = {
         (name, phase): abs(error)
         for name, row in results("forecast_cpu")["settings"].items()
@@ -70,23 +83,15 @@ def test_the_forecast_is_off_by_little_and_is_made_in_seconds() -> None:
 
 def test_training_is_as_fast_as_claimed_with_equal_losses() -> None:
     assert results("tiny_cpu")["summary"]["relative_drop"] >= 0.15
-    for measured in results("overhead")["allocators"].values():
-        assert measured["ratios"]["loop_seconds"]["median"] <= 1.02
     jobs = results("beside_peers_cpu")["jobs"].values()
     in_float32 = [job["beside"] for job in jobs if "training.precision=fp32" in job["settings"]]
     assert all(one["equal"] and one["small"] and one["fast"] for beside in in_float32 for one in beside.values())
-    assert all(one["equal"] and one["small"] for one in results("beside_dpo")["beside"].values())
-    assert results("beside_dpo")["beside"]["trl"]["fast"]
-    assert all(one["equal"] for one in results("beside_images")["beside"].values())
-    assert results("beside_images")["beside"]["trl"]["fast"]
+    for name in ("beside_dpo", "beside_images"):
+        assert all(one["equal"] for one in results(name)["beside"].values())
+        assert results(name)["beside"]["trl"]["fast"]
     for one in (job["beside"]["trl"] for job in results("beside_defaults")["jobs"].values()):
         assert all(one[question] for question in ("fast", "equal"))
-    for one in (one for cards in results("step_cost")["steps"].values() for one in cards.values()):
-        assert 0.9 < one["least"]["flops"] / one["ours"]["flops"] < 1, "what is counted is nearly all, and no more"
-    for served in (cards["RTX 4090"]["served"] for cards in results("step_cost")["steps"].values()):
-        assert served["q4_k_m"]["times"] <= 1.05
-    assert results("batching")["passed"]
-    assert results("by_length")["passed"]
+    assert all(results(name)["passed"] for name in ("batching", "by_length"))
     assert results("preparation")["ratio"]["median"] >= 2
     assert results("saving")["held_over_raw"] <= 1.1
 
@@ -95,7 +100,7 @@ def test_a_base_that_sees_learns_to_count_with_each_seed() -> None:
     counted = results("counted_images")
     right = [run["measures"]["exact_match"] for run in counted["runs"].values()]
     assert len(right) == 3
-    assert all(one["base"]["high"] < 0.3 and one["adapter"]["low"] > counted["least"] for one in right)
+    assert all(one["base"]["value"] < 0.2 and one["adapter"]["value"] > 0.95 for one in right)
 
 
 @pytest.mark.parametrize(("base", "kinds"), [("built-in", 4), ("125M", 2)])
@@ -109,43 +114,11 @@ def test_rounding_with_the_rows_keeps_the_gain_at_four_bits(base: str, kinds: in
     assert base != "built-in" or all(kept[kind][0] > plain[kind][0] for kind in four_bits)
 
 
-def test_rounding_takes_the_memory_that_is_forecast_beside_what_libraries_hold() -> None:
-    found = results("rounding")["rounding_1B"]
-    assert found["tokens"] > 1000
-    assert 0 <= found["peak_bytes"] - found["forecast_bytes"] <= 100_000_000
-
-
-_SHOWN = {
-    "built-in": {
-        "plain rounding": {"q4_0", "q4_k_m", "iq4_xs", "int4", "mxfp4", "nvfp4"},
-        "rounded with the rows": {"q4_0", "q4_k_m", "iq4_xs", "int4", "mxfp4", "nvfp4"},
-        "adapter": {"q4_0", "q4_k_m", "iq4_xs"},
-        "NF4, plain rounding": {"q4_0", "q4_k_m", "iq4_xs"},
-        "NF4, rounded with the rows": {"q4_0", "q4_k_m", "iq4_xs"},
-    },
-    "125M": {
-        "plain rounding": {"q4_0", "q4_k_m", "iq4_xs", "int4", "mxfp4", "nvfp4"},
-        "rounded with the rows": {"q4_0", "q4_k_m", "iq4_xs", "int4", "mxfp4", "nvfp4"},
-        "adapter": {"q4_k_m"},
-    },
-}
-"""Ways and forms of the tables of what is served, which may have more, by base."""
-
-
-@pytest.mark.parametrize("base", _SHOWN)
-def test_the_tables_of_what_is_served_are_of_three_seeds(base: str) -> None:
-    found = results("served")["bases"][base]
-    for way, kinds in _SHOWN[base].items():
-        assert found["kept"][way].keys() >= kinds
-    for way, kinds in found["kept"].items():
-        assert all(sum(kind in seed.get(way, {}) for seed in found["seeds"].values()) >= 3 for kind in kinds)
-
-
 @pytest.mark.parametrize("base", ["built-in", "125M"])
-def test_what_is_served_computes_what_was_trained(base: str) -> None:
+def test_an_adapter_computes_on_what_is_served_what_was_trained(base: str) -> None:
     """With each seed; in llama.cpp but for what it rounds itself."""
     seeds = results("served")["bases"][base]["seeds"].values()
-    cells = [(kind, cell) for seed in seeds for kind, cell in seed.get("adapter", {}).items()]
+    cells = [(kind, cell) for seed in seeds for kind, cell in seed["adapter"].items()]
     assert cells
     for kind, cell in cells:
         assert cell["weights_differing"] == 0
@@ -153,44 +126,35 @@ def test_what_is_served_computes_what_was_trained(base: str) -> None:
         assert kind not in GGUF or 0 < cell["llama_cpp"]["kl"] <= 0.005
 
 
+def test_rounding_takes_the_memory_that_is_forecast_beside_what_libraries_hold() -> None:
+    found = results("rounding")["rounding_1B"]
+    assert 0 <= found["peak_bytes"] - found["forecast_bytes"] <= 100_000_000
+
+
 def test_what_the_literature_says_was_seen_here() -> None:
-    """The sentences below the table of docs/choosing.md."""
+    """The sentences on docs/choosing.md."""
     found = results("evidence")["findings"]
     assert found["batch"]["exponent of the batch"]["low"] < 0.5 < found["batch"]["exponent of the batch"]["high"]
-    assert (
-        found["batch"]["batch 64"]["over reference"]["low"]
-        > 0
-        < found["every-weight"]["batch 64"]["over reference"]["low"]
-    )
+    assert found["batch"]["batch 64"]["over reference"]["low"] > 0
     rates = [found["rank"]["rank 1"]["rate"], found["batch"]["batch 16"]["rate"], found["rank"]["rank 64"]["rate"]]
     assert max(rate["low"] for rate in rates) <= min(rate["high"] for rate in rates)
     for one in found["variants"].values():
         assert abs(one["over reference"]["mean"]) < 0.011 * one["loss"]["mean"]
     assert found["targets"]["all-linear"]["over reference"]["high"] < 0
-    assert (
-        found["targets"]["attention"]["over reference"]["low"]
-        < 0
-        < found["targets"]["attention"]["over reference"]["high"]
-    )
     facts = [found["capacity"][f"many facts, rank {rank}"]["loss"] for rank in (1, 2, 4)]
     assert all(more["high"] < fewer["low"] for fewer, more in itertools.pairwise(facts))
 
 
 @pytest.mark.parametrize("base", ["2M", "125M"])
-def test_a_sweep_takes_little_memory_and_finds_what_lone_runs_find(base: str) -> None:
+def test_a_sweep_takes_less_time_than_lone_runs_and_finds_what_they_find(base: str) -> None:
     job = results("sweeps")["jobs"][base]
-    for side in ("halved", "full"):
-        assert job["beside"][f"{side}/lone"]["resident_bytes"] <= 1.3
+    for side, share in (("halved", 0.5), ("full", 0.85)):
+        beside = job["beside"][f"{side}/lone"]
+        assert beside["resident_bytes"] <= 1.3
+        assert max(beside["seconds"], beside["cpu_seconds"]) <= share
         best, winner = job["sides"][side]["settings"][0]["setting"], job["sides"]["lone"]["winner"]
         tied = job["sides"]["full"]["undecided"].removesuffix(" cannot be told apart on these rows").split(", ")
         assert best == winner or {best, winner} <= {*tied}
-
-
-def test_a_sweep_takes_less_time_than_lone_runs() -> None:
-    for job in results("sweeps")["jobs"].values():
-        for kind in ("seconds", "cpu_seconds"):
-            assert job["beside"]["halved/lone"][kind] <= 0.5
-            assert job["beside"]["full/lone"][kind] <= 0.85
 
 
 def test_every_killed_run_resumed_with_its_weights() -> None:
@@ -200,12 +164,10 @@ def test_every_killed_run_resumed_with_its_weights() -> None:
             assert counts["kills"] >= kills
             assert counts["runs_that_could_not_resume"] == counts["runs_that_ended_with_other_weights"] == 0
             assert counts["steps_lost_max"] <= faults["save_interval_steps"]
-    assert results("faults_dpo")["tools"]["finetune, dpo"]["random"]["kills_while_scoring"] >= 5
     for name in ("faults_ranks", "faults_ranks_fsdp", "faults_ranks_deepspeed"):
         found = results(name)["found"]
         assert found["runs_that_could_not_resume"] == found["runs_that_ended_with_other_weights"] == 0
     rounding = results("rounding")["kills"]
-    assert rounding["kills"] >= 20
     assert rounding["published_before_complete"] == rounding["ended_with_other_files"] == 0
     for moments in ("random", "each_change_of_a_file"):
         kills = results("merge")[f"kills_at_{moments}"]
@@ -214,28 +176,14 @@ def test_every_killed_run_resumed_with_its_weights() -> None:
 
 
 def test_ranks_agree_with_one_process_and_with_their_forecast() -> None:
-    shared = results("many_gpus")
-    assert all(shared["holds"].values())
-    assert len(shared["equality"]) == 52
-    assert max(row["loss"] for row in shared["equality"]) <= 1e-6
-    assert max(row["weights"] for row in shared["equality"]) <= 6e-8
-    zero = [row for row in shared["memory"] if row["sharing"].startswith("zero")]
-    assert {(row["sharing"], row["ranks"]) for row in zero} >= {
-        (f"zero {stage}", ranks) for stage in (1, 2, 3) for ranks in (1, 2, 4)
-    }
-    peaks = [[max(row[of].values()) for of in ("forecast_bytes", "live_bytes")] for row in zero]
-    assert max(abs(forecast / live - 1) for forecast, live in peaks) < 0.005
+    assert all(results("many_gpus")["holds"].values())
     assert all(results("plan_many_gpus")["holds"].values())
 
 
 def test_exports_and_answers_are_what_was_trained() -> None:
-    merge = results("tiny_cpu")["merge"]
-    assert merge["error"] <= merge["bound"]
     assert results("merge")["merge_1B"]["within"]
     assert results("gguf_in_llama_cpp")["passed"]
-    answers = results("answers")
-    assert all(row["same_answers"] == row["prompts"] == 64 for row in answers["speed"])
-    assert all(row["times_as_fast"]["batch 64"] >= 4 for row in answers["speed"])
+    assert all(row["same_answers"] == row["prompts"] == 64 for row in results("answers")["speed"])
 
 
 def test_memory_grows_with_a_long_row_and_not_with_its_square() -> None:

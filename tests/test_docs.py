@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -26,11 +25,8 @@ from finetune import cli, objectives, settings
 from finetune.data import formats, sources
 from finetune.data.examples import Chat
 from finetune.forecast import traced_step
-from finetune.lifecycle import provenance
 from finetune.objectives import preference
-from finetune.storage import records
 from finetune.storage.rundir import RunDirectory
-from finetune.training.progress import Progress
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
@@ -152,13 +148,6 @@ def test_the_page_of_faults_names_tests_that_exist_and_every_file_of_fault_tests
     assert files - {file for file, _ in named} == set()
 
 
-def test_the_page_of_interruptions_names_what_may_change_before_a_resume() -> None:
-    text = (ROOT / "docs" / "interruptions.md").read_text(encoding="utf-8")
-    section = text.split("## What may change before a resume\n")[1].split("\n## ")[0]
-    named = set(re.findall(r"`([a-z_.]+)`", section))
-    assert {key for key in provenance.MAY_CHANGE if not {key, key.rstrip("."), key.rpartition(".")[2]} & named} == set()
-
-
 def test_the_page_of_the_run_directory_names_every_event_that_the_code_writes() -> None:
     text = (ROOT / "docs" / "run-directory.md").read_text(encoding="utf-8")
     section = text.split("## events.jsonl")[1].split("\n## ")[0]
@@ -176,22 +165,6 @@ def test_the_page_of_the_run_directory_names_every_event_that_the_code_writes() 
     assert {field for field in fields if f"`{field}`" not in section} == set()
 
 
-def test_the_page_of_the_run_directory_names_every_key_and_file() -> None:
-    """Those of eval.json stand on the page of evaluation."""
-    text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("run-directory.md", "evaluation.md"))
-    shapes = {
-        name: shape.__annotations__
-        for name, shape in vars(records).items()
-        if inspect.isclass(shape) and shape.__module__ == records.__name__ and name not in ("Lines", "WeightIndex")
-    }
-    keys = {key for annotations in shapes.values() for key in annotations} | Progress().as_json().keys()
-    keys |= {name for objective in objectives.OBJECTIVES.values() for name in objective.statistics}
-    assert {"tokens_per_second", "padding_share", "lowered", "made_with", "evaluations_without_gain"} <= keys
-    assert {key for key in keys if f"`{key}`" not in text} == set()
-    paths = [path for name, path in vars(RunDirectory("run")).items() if name != "path"]
-    assert {path.name for path in paths if f"`{path.name}" not in text} == set()
-
-
 def test_a_run_has_no_file_and_no_key_that_its_page_does_not_name(run: RunDirectory) -> None:
     text = (ROOT / "docs" / "run-directory.md").read_text(encoding="utf-8")
     inside = {path.name for path in run.path.iterdir()}
@@ -206,45 +179,16 @@ def test_a_run_has_no_file_and_no_key_that_its_page_does_not_name(run: RunDirect
 
 
 def test_modules_that_the_pages_name_exist() -> None:
-    """By their path from the repository, from the package, or from the tests."""
-    named = {
-        (page.name, path)
-        for page in PAGES
-        for path in re.findall(r"`((?:\w+/)+\w+\.py)(?:`|::)", page.read_text(encoding="utf-8"))
-    }
-    assert len(named) > 50
-    written = {f"finetune/{path}.py" for path in ("export/int8_export", "model/distributed/averaged",
-                                                  "forecast/fake_averaged")}  # by examples  # fmt: skip
-    roots = (ROOT, ROOT / "finetune", TESTS)
-    missing = {(page, path) for page, path in named if not any((root / path).is_file() for root in roots)}
-    assert {path for _, path in missing} - written == set()
-
-
-def test_modules_and_folders_that_the_pages_name_without_a_path_exist() -> None:
+    """By their path from the repository, the package or the tests, or by their name alone."""
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     known = {
         file.name for root in ("finetune", "tests", "benchmarks", "examples") for file in (ROOT / root).rglob("*.py")
     }
-    named = {name for page in PAGES for name in re.findall(r"`(\w+\.py)`", page.read_text(encoding="utf-8"))}
-    assert len(named) > 10
-    assert named - known == set()
-    rows = the_map()
-    folders = {name for row in rows for name in re.findall(r"`(\w+)/`", row)}
-    assert folders == {path.parent.name for path in (ROOT / "finetune").glob("*/__init__.py")}
-
-
-def the_map() -> list[str]:
-    """The first column of the map in architecture.md."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## The map")[1].split("\n## ")[0]
-    return re.findall(r"(?m)^\| (`.*?) \|", text)
-
-
-def test_imports_point_down_the_map() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
-    level = {name: number for number, layer in enumerate(layers) for name in layer.split(" | ")}
-    levels = [level[name] for row in the_map() for name in re.findall(r"`(\w+)(?:/|\.py)`", row)]
-    assert levels == sorted(levels)
-    assert len(levels) == len(level) - 1  # `__main__` is not on the map
+    added = {"export/int8_export.py", "model/distributed/averaged.py", "forecast/fake_averaged.py"}  # by examples
+    named = {name.removeprefix("finetune/") for name in re.findall(r"`((?:\w+/)*\w+\.py)(?:`|::)", text)} - added
+    assert len(named) > 50
+    roots = (ROOT, ROOT / "finetune", TESTS)
+    assert {name for name in named if name not in known and not any((root / name).is_file() for root in roots)} == set()
 
 
 EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
