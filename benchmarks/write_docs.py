@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,58 +68,61 @@ _SIGNS = {"error": "fails", "refused": "refused", "skipped": "–", "ok": "yes"}
 
 
 def architectures_page() -> str:
-    """What `finetune doctor` says of every architecture as Markdown."""
+    """What `finetune doctor` says of every architecture as Markdown: those that are alike in one row."""
     tried = result("architectures")["architectures"]
-    rows, refusals, reasons = [], [], []
+    alike: dict[str, list[str]] = defaultdict(list)
+    refusals: dict[str, list[str]] = defaultdict(list)
+    failures: dict[str, list[str]] = defaultdict(list)
     for name, entry in tried.items():
         statuses = {check: one["status"] for check, one in entry["checks"].items()}
+        if statuses["structure"] == "refused":
+            refusals[_reason(name, entry["checks"]["structure"]["what"])].append(name)
+            continue
         said = [[statuses.get(check, "skipped") for check in checks] for checks in _COLUMNS.values()]
         signs = [next(sign for status, sign in _SIGNS.items() if status in each) for each in said]
-        rows.append(f"| `{name}` | {' | '.join(signs)} |")
-        if statuses["structure"] == "refused":
-            refusals.append(f"- `{name}`: {_one_line(entry['checks']['structure']['what'])}")
-            continue
-        about = ("structure", "weights", "causal", "loss", *(check for checks in _COLUMNS.values() for check in checks))
-        wrong = [check for check in about if statuses.get(check) == "error"]
-        wrong = [check for check in ("trained 16 bit",) if statuses.get(check) == "refused"] or wrong
-        if wrong:
-            reasons.append(f"- `{name}`, {wrong[0]}: {_one_line(entry['checks'][wrong[0]]['what'])}")
-    exact = sum(row.split(" | ")[1:3] == ["yes", "yes"] for row in rows)
+        alike[" | ".join(signs)].append(name)
+        for check in (check for checks in _COLUMNS.values() for check in checks if statuses.get(check) == "error"):
+            failures[f"{check}: {_reason(name, entry['checks'][check]['what'])}"].append(name)
+    exact = sum(len(names) for signs, names in alike.items() if signs.startswith("yes | yes"))
     version = result("architectures")["environment"]["packages"]["transformers"]
+    rows = sorted(alike.items(), key=lambda one: -len(one[1]))
     return "\n".join(
         [
             "# Architectures",
             "",
-            f"What `finetune doctor MODEL` says of the {len(tried)} architectures of transformers {version} with a "
-            f"causal language model: {exact} train and merge exactly; {len(refusals)} are refused by `finetune init` "
-            "and `finetune train` in one sentence, before data and weights. Each is tried as a small copy with random "
-            "weights, of transformers' own default config, on a CPU: loaded in 16 bit and NF4, traced, trained for "
-            "three steps, merged, exported, and answered from with each KV cache. For a published model, run "
-            "`finetune doctor NAME`: it reads its config.json alone.",
+            "```",
+            "finetune doctor Qwen/Qwen3-8B     # what works with this base: reads its config.json alone",
+            "```",
             "",
-            "`yes`: works, and equals what it is compared with. `refused`: a command says why, and what to do. "
-            "`fails`: a defect here or in a library, listed below. `–`: not reached. `make docs` writes this page from "
-            "`benchmarks/results/architectures.json`, and `python benchmarks/architectures.py` records that.",
+            f"Of the {len(tried)} architectures of transformers {version} with a causal language model, {exact} train "
+            f"and merge exactly; {sum(map(len, refusals.values()))} are refused before data and weights. Each was "
+            "tried as a small copy with random weights on a CPU (`python benchmarks/architectures.py`): loaded in 16 "
+            "bit and NF4, traced, trained for three steps, merged, exported, and answered from with each KV cache. "
+            "`refused`: a command says why; `fails`: a defect here or in a library, listed below.",
             "",
-            f"| architecture | {' | '.join(_COLUMNS)} |",
-            f"| --- |{' --- |' * len(_COLUMNS)}",
-            *rows,
+            _table(
+                f"architectures | {' | '.join(_COLUMNS)}",
+                (f"{', '.join(f'`{name}`' for name in names)} | {signs}" for signs, names in rows),
+            ),
             "",
             "## What is refused as a whole",
             "",
-            *refusals,
+            *(f"- {reason}: {', '.join(f'`{name}`' for name in names)}" for reason, names in refusals.items()),
             "",
             "## What fails",
             "",
-            *reasons,
+            *(f"- {reason}: {', '.join(f'`{name}`' for name in names)}" for reason, names in failures.items()),
             "",
         ]
     )
 
 
-def _one_line(text: str) -> str:
-    """A message on one line, without signs that Markdown reads."""
-    return re.sub(r"([<>|\\*_])", r"\\\1", " ".join(text.replace("`", "").split()))[:300]
+def _reason(name: str, text: str) -> str:
+    """A message on one short line, without the names of one model and without signs that Markdown reads."""
+    text = re.sub(r"^[a-z.]+: | of type \S+(?= (is|by|has))|; use [^;]*$", "", " ".join(text.replace("`", "").split()))
+    text = re.sub(r"\b\w+(ForCausalLM|LMHeadModel|ModelWithLMHead)\b", "the model", text.replace(name, "it"))
+    text = re.sub(r", as the loss does here: .*|: [{'\"(].*| \(\w+Error: .*", "", text)
+    return re.sub(r"([<>|\\*_])", r"\\\1", text)[:160]
 
 
 def pages() -> list[Path]:
