@@ -1,4 +1,4 @@
-"""What docs/plan-gpus.md shows of 70B and 8B on several cards: the plan of one of them. Forecasts alone.
+"""What docs/benchmarks.md shows of 70B and 8B on several cards: the plan of one of them. Forecasts alone.
 
     python benchmarks/plan_many_gpus.py
 

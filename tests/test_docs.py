@@ -134,20 +134,6 @@ def test_the_page_of_troubleshooting_quotes_messages_of_the_program() -> None:
     assert [line for line in quoted if not re.search(pattern[line], texts)] == []
 
 
-def test_the_page_of_faults_names_tests_that_exist_and_every_file_of_fault_tests() -> None:
-    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
-    named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", text)
-    missing = [
-        f"{file}::{test}"
-        for file, test in named
-        if not (TESTS / file).is_file() or (test and f"def {test}(" not in (TESTS / file).read_text(encoding="utf-8"))
-    ]
-    assert missing == []
-    files = {f"faults/{file.name}" for file in (TESTS / "faults").glob("test_*.py")}
-    assert files
-    assert files - {file for file, _ in named} == set()
-
-
 def test_the_page_of_the_run_directory_names_every_event_that_the_code_writes() -> None:
     text = (ROOT / "docs" / "run-directory.md").read_text(encoding="utf-8")
     section = text.split("## events.jsonl")[1].split("\n## ")[0]
