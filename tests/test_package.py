@@ -49,7 +49,7 @@ def test_what_is_imported_is_asked_for() -> None:
     packages = metadata.packages_distributions()
     asked = {name for name, made_by in packages.items() if {canonicalize_name(one) for one in made_by} & NEEDED.keys()}
     came_along = {"fsspec", "pydantic_core", "regex", "triton"}  # of datasets, pydantic, transformers; torch on a GPU
-    optional = {"pynvml"}  # of nvidia-ml-py
+    optional = {"pynvml", "python_calamine"}  # of nvidia-ml-py, and the extra `excel`
     assert not imported - sys.stdlib_module_names - asked - {"finetune"} - came_along - optional
 
 

@@ -1,10 +1,11 @@
-"""Excel workbooks for tests, with the parts and attributes that Excel writes."""
+"""Excel workbooks for tests, with the parts that Excel writes."""
 
 from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import ascii_uppercase
 from xml.sax.saxutils import escape, quoteattr
 
 _MAIN = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
@@ -14,9 +15,8 @@ _RELATED = "http://schemas.openxmlformats.org/package/2006/relationships"
 # Style 1 is a date, 2 a date of a format of one's own, 3 a percentage, 4 hours that add up, 5 a time.
 _STYLES = (
     f'<styleSheet xmlns="{_MAIN}"><numFmts count="2"><numFmt numFmtId="164" formatCode="dd/mm/yyyy\\ hh:mm"/>'
-    '<numFmt numFmtId="165" formatCode="[h]:mm"/></numFmts><cellStyleXfs count="1"><xf numFmtId="14"/></cellStyleXfs>'
-    '<cellXfs count="6"><xf numFmtId="0"/><xf numFmtId="14"/><xf numFmtId="164"/><xf numFmtId="9"/>'
-    '<xf numFmtId="165"/><xf numFmtId="20"/></cellXfs></styleSheet>'
+    '<numFmt numFmtId="165" formatCode="[h]:mm"/></numFmts><cellXfs count="6"><xf numFmtId="0"/><xf numFmtId="14"/>'
+    '<xf numFmtId="164"/><xf numFmtId="9"/><xf numFmtId="165"/><xf numFmtId="20"/></cellXfs></styleSheet>'
 )
 
 
@@ -27,71 +27,49 @@ class Xml(str):
 Cell = str | int | float | Xml | None
 
 
-def letters(column: int) -> str:
-    """The name of a column, counted from 1."""
-    name = ""
-    while column:
-        column, letter = divmod(column - 1, 26)
-        name = chr(ord("A") + letter) + name
-    return name
-
-
-def write(
-    path: Path, sheets: Mapping[str, Sequence[Sequence[Cell]]], *, since_1904: bool = False,
-    parts: Mapping[str, str] | None = None,
-) -> Path:  # fmt: skip
-    """Write a workbook whose texts are shared strings; None leaves a cell out, and `parts` replaces parts."""
+def write(path: Path, sheets: Mapping[str, Sequence[Sequence[Cell]]], *, first_day: str = "") -> Path:
+    """Write a workbook of up to 26 columns; None leaves a cell out, and `first_day` is an attribute for dates."""
     shared: dict[str, int] = {}
-    found = {
-        "[Content_Types].xml": '<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types"/>',
-        "_rels/.rels": _relationships({"rId1": ("officeDocument", "xl/workbook.xml")}),
-        "xl/workbook.xml": _workbook(list(sheets), since_1904),
-        "xl/_rels/workbook.xml.rels": _relationships(
-            {f"rId{at}": ("worksheet", f"worksheets/sheet{at}.xml") for at in range(1, len(sheets) + 1)}
-            | {"rId98": ("styles", "styles.xml"), "rId99": ("sharedStrings", "/xl/sharedStrings.xml")}
+
+    def cell(name: str, value: Cell) -> str:
+        if value is None or isinstance(value, Xml):
+            return (value or "").replace("{}", name)
+        if isinstance(value, str):
+            return f'<c r="{name}" t="s"><v>{shared.setdefault(value, len(shared))}</v></c>'
+        return f'<c r="{name}"><v>{value!r}</v></c>'
+
+    parts, listed, targets = {}, "", {"styles.xml": "styles", "sharedStrings.xml": "sharedStrings"}
+    for at, (title, rows) in enumerate(sheets.items(), start=1):
+        lines = [
+            "".join(cell(f"{column}{number}", value) for column, value in zip(ascii_uppercase, row, strict=False))
+            for number, row in enumerate(rows, start=1)
+        ]
+        rows_xml = "".join(f'<row r="{number}">{line}</row>' for number, line in enumerate(lines, start=1) if line)
+        parts[f"xl/worksheets/sheet{at}.xml"] = (
+            f'<worksheet xmlns="{_MAIN}"><sheetData>{rows_xml}</sheetData></worksheet>'
+        )
+        targets[f"worksheets/sheet{at}.xml"] = "worksheet"
+        listed += f'<sheet name={quoteattr(title)} sheetId="{at}" r:id="rId{len(targets)}"/>'
+    texts = "".join(f'<si><t xml:space="preserve">{escape(text)}</t></si>' for text in shared)
+    parts |= {
+        "_rels/.rels": _relationships({"xl/workbook.xml": "officeDocument"}),
+        "xl/_rels/workbook.xml.rels": _relationships(targets),
+        "xl/workbook.xml": (
+            f'<workbook xmlns="{_MAIN}" xmlns:r="{_OFFICE}"><workbookPr {first_day}/>'
+            f"<sheets>{listed}</sheets></workbook>"
         ),
         "xl/styles.xml": _STYLES,
+        "xl/sharedStrings.xml": f'<sst xmlns="{_MAIN}">{texts}</sst>',
     }
-    for at, rows in enumerate(sheets.values(), start=1):
-        found[f"xl/worksheets/sheet{at}.xml"] = _sheet(rows, shared)
-    texts = "".join(f'<si><t xml:space="preserve">{escape(text)}</t></si>' for text in shared)
-    found["xl/sharedStrings.xml"] = f'<sst xmlns="{_MAIN}">{texts}</sst>'
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in {**found, **(parts or {})}.items():
-            head = "" if content.startswith("<?xml") else '<?xml version="1.0" encoding="UTF-8" standalone="yes"?>\n'
-            archive.writestr(name, head + content)
+        for name, content in parts.items():
+            archive.writestr(name, f'<?xml version="1.0" encoding="UTF-8" standalone="yes"?>\n{content}')
     return path
 
 
-def _relationships(targets: Mapping[str, tuple[str, str]]) -> str:
+def _relationships(targets: Mapping[str, str]) -> str:
     lines = (
-        f'<Relationship Id="{id}" Type="{_OFFICE}/{kind}" Target="{target}"/>' for id, (kind, target) in targets.items()
+        f'<Relationship Id="rId{at}" Type="{_OFFICE}/{kind}" Target="{target}"/>'
+        for at, (target, kind) in enumerate(targets.items(), start=1)
     )
     return f'<Relationships xmlns="{_RELATED}">{"".join(lines)}</Relationships>'
-
-
-def _workbook(names: Sequence[str], since_1904: bool) -> str:
-    sheets = "".join(
-        f'<sheet name={quoteattr(name)} sheetId="{at}" r:id="rId{at}"/>' for at, name in enumerate(names, start=1)
-    )
-    first = '<workbookPr date1904="1"/>' if since_1904 else "<workbookPr/>"
-    return f'<workbook xmlns="{_MAIN}" xmlns:r="{_OFFICE}">{first}<sheets>{sheets}</sheets></workbook>'
-
-
-def _sheet(rows: Sequence[Sequence[Cell]], shared: dict[str, int]) -> str:
-    lines = []
-    for number, row in enumerate(rows, start=1):
-        cells = [_cell(f"{letters(at)}{number}", cell, shared) for at, cell in enumerate(row, start=1)]
-        if any(cells):
-            lines.append(f'<row r="{number}">{"".join(cells)}</row>')
-    return f'<worksheet xmlns="{_MAIN}"><sheetData>{"".join(lines)}</sheetData></worksheet>'
-
-
-def _cell(name: str, cell: Cell, shared: dict[str, int]) -> str:
-    if cell is None:
-        return ""
-    if isinstance(cell, Xml):
-        return cell.replace("{}", name)
-    if isinstance(cell, str):
-        return f'<c r="{name}" t="s"><v>{shared.setdefault(cell, len(shared))}</v></c>'
-    return f'<c r="{name}"><v>{cell!r}</v></c>'

@@ -215,18 +215,20 @@ def _messages(text: str) -> list[Any]:
 
 
 def _xlsx(path: Path, problems: Problems, encoding: str | None = None) -> Records:
-    names, header = None, 0
-    for number, cells in xlsx.cells(path, problems):
+    names: dict[int, str] = {}
+    header = 0
+    for number, cells in xlsx.rows(path, problems):
         location = f"{path}:{number}"
-        if names is None:
-            names, header = cells, number
+        filled = {column: text for column, text in enumerate(cells) if text}
+        if not names:
+            names, header = filled, number
             _refuse_repeated(list(names.values()), location)
-        elif (columns := len(cells | names)) > len(names):
+        elif (columns := len(filled | names)) > len(names):
             problems.add(
                 f"{location}: more cells than the header, row {header}, has columns ({columns}, not {len(names)})"
             )
         else:
-            named = {name: cells.get(column, "") for column, name in names.items()}
+            named = {name: cells[column] for column, name in names.items()}
             yield location, _cells(named, location, problems)
 
 

@@ -96,7 +96,9 @@ BROKEN: dict[str, list[tuple[str, str]]] = {
     "stray_quote.csv": [("stray_quote.csv:2: not valid CSV in the row that begins here", "expected after")],
     "semicolons.csv": [("semicolons.csv:3: more cells than the header has columns", "3, not 2")],
     "text.xlsx": [("text.xlsx: not an Excel workbook", "save it again")],
-    "old.xlsx": [("old.xlsx: an old .xls workbook, or one with a password", "save it as .xlsx without one")],
+    "old.xlsx": [
+        ("old.xlsx: not an Excel workbook, damaged, or with a password", "save it again as .xlsx without one")
+    ],
     # Rows that are no examples
     "not_an_object.jsonl": [("not_an_object.jsonl:2 to 5: ", "JSON object")],
     "item_is_text.json": [(f"item_is_text.json: item {item} ", "JSON object") for item in (2, 4)],
