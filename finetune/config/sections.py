@@ -215,7 +215,7 @@ class DataSection(Section):
 
     train: Sources = "builtin:python_docs"
     """Training rows: `builtin:python_docs`, a hub data set, or a local file (JSONL, JSON, CSV, TSV, text, Excel,
-    Parquet or Arrow; text files also as .gz, .bz2, .xz or .zst), folder or pattern such as `corpus/*.jsonl`. A list
+    Parquet or Arrow; text files also as .gz or .zst), folder or pattern such as `corpus/*.jsonl`. A list
     combines several; rows of an item `{source: corpus/, weight: 2}` are seen twice as often. Of a folder or pattern
     with splits, as `datasets` names them (`train.jsonl`, `test-00000-of-00001.parquet`, `validation/`), only the
     training split is read. In a run's config, `python:` with a fingerprint stands for rows that a Python program gave.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finetune.data import columnar, other_json, xlsx
-from finetune.data.compressed import COMPRESSIONS
+from finetune.data.compressed import COMPRESSIONS, UNREAD
 from finetune.data.lines import ROW_BYTES, lines, whole
 from finetune.data.problems import Problems
 from finetune.data.strict_json import Decoder, JsonError, repeated
@@ -39,7 +39,7 @@ _BATCH_ROWS = 16
 def reader(path: Path) -> Reader | None:
     """The reader for a file of this name, or None. Extensions are case-insensitive."""
     *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
-    return TEXT_READERS.get(before) if last in COMPRESSIONS else READERS.get(last)
+    return TEXT_READERS.get(before) if last in (*COMPRESSIONS, *UNREAD) else READERS.get(last)
 
 
 def _jsonl(path: Path, problems: Problems, encoding: str | None = None) -> Records:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
-import lzma
 import struct
 
 
 def packed(content: bytes, ending: str) -> bytes:
     """`content` as one stream of the compression with this ending; as it is for any other."""
-    packers = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": _zstandard}
+    packers = {".gz": gzip.compress, ".zst": _zstandard}
     return packers.get(ending, bytes)(content)
 
 

@@ -108,7 +108,6 @@ def test_compressed_rows_are_read_back_exactly_or_refused(ending: str, tmp_path:
 
 @pytest.mark.parametrize("ending", COMPRESSIONS)
 def test_one_damaged_byte_in_the_second_stream_is_refused_with_file_and_line(ending: str, tmp_path: Path) -> None:
-    """Python's bz2 and lzma take it for trailing garbage, and give the rows of the first."""
     path, first = tmp_path / f"rows.jsonl{ending}", packed(json_lines(ROWS[:30]), ending)
     whole = bytearray(two_streams(ending))
     whole[len(first)] ^= 1

@@ -93,7 +93,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path, subtests: pytest.Su
             assert read(write(tmp_path / name, rows)) == rows
 
 
-@pytest.mark.parametrize("name", ["ROWS.JSONL", "rows.Csv", "rows.jsonl.GZ", "rows.v2.Json.Xz"])
+@pytest.mark.parametrize("name", ["ROWS.JSONL", "rows.Csv", "rows.jsonl.GZ", "rows.v2.Json.Zst"])
 def test_an_ending_may_have_capitals(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()
