@@ -121,7 +121,7 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def markdown(choices: Choices) -> str:
-    """One table a section: key, default, meaning; and below it what each choice means."""
+    """A list for each section: key, default, meaning; and below it what each choice means."""
     lines = [
         "# Config reference",
         "",
@@ -140,20 +140,25 @@ def markdown(choices: Choices) -> str:
     ]
     for name, section in _sections():
         lines += ["", f"## `{name}`", "", " ".join((section.__doc__ or "").split()), ""]
-        lines += ["| key | default | meaning |", "| --- | --- | --- |"]
         tables = []
         for key, field in section.model_fields.items():
             default = field.default if isinstance(field.default, str) else str(field.default).lower()
             default = "null" if field.default is None else default
-            lines.append(f"| `{key}` | `{default}` | {' '.join((field.description or '').split())}{_allowed(field)} |")
+            lines.append(f"- `{key}: {default}`: {' '.join((field.description or '').split())}{_allowed(field)}")
             if choice := _choice(field):
                 tables.append(choice)
         for choice in tables:
             file = f" (or the path of a {choice.or_file} file)" if choice.or_file else ""
             lines += ["", f"`{choice.table}` is one of{file}:", ""]
-            for entry_name, entry in choices[choice.table].items():
-                ignored = ", ".join(f"`{key}`" for key in getattr(entry, "ignores", ()))
-                lines.append(f"- `{entry_name}`: {entry.help}" + (f"; ignores {ignored}" if ignored else ""))
+            entries = choices[choice.table]
+            lines += [f"- `{entry_name}`: {entry.help}" for entry_name, entry in entries.items()]
+            ignoring: dict[tuple[str, ...], list[str]] = {}
+            for entry_name, entry in entries.items():
+                if ignored := tuple(getattr(entry, "ignores", ())):
+                    ignoring.setdefault(ignored, []).append(entry_name)
+            for ignored, names in ignoring.items():
+                keys, by = (", ".join(f"`{name}`" for name in listed) for listed in (ignored, names))
+                lines += ["", f"{keys} cannot be set with {by}."]
     return "\n".join(lines) + "\n"
 
 
@@ -168,7 +173,7 @@ def _choice(field: FieldInfo) -> Choice | None:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """The values of a Literal, for the meaning column, and what may stand beside them."""
+    """The values of a Literal, as a sentence, and what may stand beside them."""
     union = typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
     parts = typing.get_args(field.annotation) if union else (field.annotation,)
     for part in parts:
