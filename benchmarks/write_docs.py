@@ -39,14 +39,11 @@ def patches_page() -> str:
     """The registry of patches as Markdown."""
     libraries: dict[str, list[str]] = {}
     for entry in patches.entries().values():
-        library, _, other = entry.read_at.partition(", ")
-        of = ", ".join(part for part in (entry.objects, other) if part)
-        what = f"- `{entry.target.replace(':', '.')}`" + (f" ({of})" if of else "")
-        until = entry.until if entry.until.startswith("never") else f"until {entry.until}"
-        libraries.setdefault(library, []).append(f"{what}: {entry.why} *{until[0].upper()}{until[1:]}*")
+        library = entry.read_at.partition(", ")[0]
+        libraries.setdefault(library, []).append(f"- `{entry.target.replace(':', '.')}`: {entry.why}")
     parts = [
-        "# Patches\n\nEvery attribute of a library that finetune replaces, why, and until when, by the version that "
-        "was read. `make docs` writes this page from `finetune/runtime/patches.py` ([how to upgrade](upgrading.md))."
+        "# Patches\n\nEvery attribute of a library that finetune replaces, and why, by the version that was read. "
+        "`finetune/runtime/patches.py` says until when ([how to upgrade](upgrading.md))."
     ]
     parts += ["\n".join([f"## {library}\n", *lines]) for library, lines in libraries.items()]
     return "\n\n".join(parts) + "\n"
@@ -288,10 +285,6 @@ def _first_minutes() -> str:
     )  # fmt: skip
 
 
-def _tiny_memory() -> str:
-    return _output(_between("tiny_cpu", "┏━━━━━━━━━━━━┳━━━━━━━━━━┳", "tensors, in a step"))
-
-
 def _llama7b_plan() -> str:
     return _excerpt(
         "llama7b_plan",
@@ -487,7 +480,6 @@ def _evidence() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     **{f"figures-{section}": functools.partial(_figures, section) for section in FIGURES},
     "first-minutes": _first_minutes,
-    "tiny-memory": _tiny_memory,
     "llama7b-plan": _llama7b_plan,
     "data-look": _data_look,
     "own-loss": _own_loss,
