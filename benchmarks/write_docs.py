@@ -331,17 +331,6 @@ def _forecast_peers() -> str:
     )
 
 
-def _forecast_memtracker() -> str:
-    return _table(
-        "setting | measured peak | `finetune plan` | MemTracker",
-        (
-            f"{name} | {row['measured_bytes'] / MIB:.1f} MiB | {row['ours']['error']:+.2%} | "
-            f"{row['mem_tracker']['error']:+.2%}"
-            for name, row in result("forecast_memtracker")["settings"].items()
-        ),
-    )
-
-
 def _beside_trl() -> str:
     def row(name: str, job: Any) -> str:
         besides = [job["beside"][side] for side in ("trl", "trl-kept")]
@@ -431,27 +420,6 @@ def _long_rows() -> str:
     )
 
 
-_JOBS = (
-    "QLoRA", "QLoRA, shards in host memory", "16-bit LoRA", "16-bit LoRA", "full fine-tuning of 8B",
-    "full fine-tuning of 8B", "the same, states in host memory", "the same, states on a disk",
-)  # fmt: skip
-
-
-def _plans() -> str:
-    def row(job: str, one: Any) -> str:
-        plan = one["plan"]
-        needed, budget, host = (f"{plan[key] / GIB:.1f}" for key in ("needed_bytes", "budget_bytes", "host_bytes"))
-        return (
-            f"{job} | {one['gpus']} x {one['card']} | {plan['sharding']['kind']}, {plan['sharding']['stage']} | "
-            f"{needed} of {budget} GiB, {'fits' if plan['fits'] else 'does not fit'} | {host} GiB | "
-            f"{plan['seconds']:.1f} s"
-        )
-
-    heads = "job | GPUs | shared by | one GPU needs | its host | a step"
-    plans = result("plan_many_gpus")["plans"]
-    return _table(heads, (row(job, one) for job, one in zip(_JOBS, plans, strict=True)))
-
-
 def _own_loss() -> str:
     code = (ROOT / "examples" / "own_loss.py").read_text(encoding="utf-8").split('"""\n\n')[1]
     return f"```python\n{code}```"
@@ -485,13 +453,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "own-loss": _own_loss,
     "forecast-phases": _forecast_phases,
     "forecast-peers": _forecast_peers,
-    "forecast-memtracker": _forecast_memtracker,
     "beside-trl": _beside_trl,
     "beside-defaults": _beside_defaults,
     "batching": _batching,
     "kills": _kill_table,
     "long-rows": _long_rows,
-    "plans": _plans,
     "served": _served,
     "evidence": _evidence,
 }
