@@ -435,14 +435,11 @@ _PARTS = {
 def _evidence() -> str:
     def row(part: str, name: str, one: Any) -> str:
         of, reference = _PARTS[part]
-        over = _around(one.get("over reference"), "+.3f", " to ")
-        over += f" from {reference}" * bool(over)
-        rate = _around(one.get("rate"), ".2g")
-        return f"{of}{', ' * bool(of)}{name} | {_around(one['loss'], '.3f')} | {over} | {rate}"
+        return f"{of}{', ' * bool(of)}{name} | {reference} | {_around(one['over reference'], '+.3f', ' to ')}"
 
     found = result("evidence")["findings"]
-    rows = (row(part, *each) for part in _PARTS for each in found.get(part, {}).items() if "loss" in each[1])
-    return _table(" | loss at its best rate | difference | best rate", rows)
+    rows = (row(part, *each) for part in _PARTS for each in found.get(part, {}).items() if "over reference" in each[1])
+    return _table("setting | beside | difference of the loss", rows)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
