@@ -66,8 +66,8 @@ def test_a_key_stands_in_the_schema_with_its_docstring_and_default(
     ],
 )
 def test_the_reference_names_what_may_stand_in_place_of_a_name(reference: str, key: str, end: str) -> None:
-    [line] = re.findall(rf"^\| `{key}` \|.*$", reference, re.M)
-    assert line.endswith(f"{end} |")
+    [line] = re.findall(rf"^- `{key}: .*$", reference, re.M)
+    assert line.endswith(end)
 
 
 def test_the_schema_lists_the_names_of_each_table(schema: dict[str, Any], subtests: pytest.Subtests) -> None:
