@@ -179,6 +179,7 @@ def test_only_the_first_and_last_layer_may_free_blocks_elsewhere() -> None:
             10,
             {"memory__checkpointing": {"all": 8, "keep-both": 2}, "quantization__kind": "none"},
             id="two levels",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "llama",
@@ -192,6 +193,7 @@ def test_only_the_first_and_last_layer_may_free_blocks_elsewhere() -> None:
             6,
             {"adapter__kind": "none", "quantization__kind": "none", "optimizer__kind": "sgd"},
             id="every weight, sgd",
+            marks=pytest.mark.long,
         ),
         pytest.param("mixture", 6, {}, id="a mixture of experts"),
         pytest.param("llama", 12, {"quantization__kind": "q4_k_m"}, id="mixed types"),

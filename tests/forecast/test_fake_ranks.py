@@ -49,7 +49,7 @@ def trace(config: Config, world_size: int, **given: Any) -> Trace:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.long),
         pytest.param({"distributed__stage": "gradients", "quantization__kind": "none"}, marks=pytest.mark.long),
         {"quantization__kind": "none", "adapter__kind": "none", "training__batch_size": 16},
     ],

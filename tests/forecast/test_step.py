@@ -30,13 +30,13 @@ from finetune.training import optimizers
 
 # A sample of the sweep (`make sweep`): first a setting whose loss decides, then those whose layers do.
 OFTEN = (
-    "gemma2, no checkpointing",  # eager attention
-    "small tiles, deep",  # layers are extrapolated
     "small tiles, bf16, evaluated",
     "doge, small tiles",  # a learnt mask, which is added to the scores in place
 )
 CHOSEN = {
     *OFTEN,
+    "gemma2, no checkpointing",  # eager attention
+    "small tiles, deep",  # layers are extrapolated
     "lfm2, small tiles",  # convolutions beside attention
     "glm_moe_dsa, small tiles",  # adapters that no gradient reaches
     "qwen3-vl nf4, text beside images",
