@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Iterator
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from finetune.config.field_types import Choice, Choices
-from finetune.config.rules import RULES, Rule, ValueSet, but, only
 from finetune.config.sections import Config, Section
 
 
@@ -19,16 +17,13 @@ def json_schema(choices: Choices) -> dict[str, Any]:
     """JSON schema of a config file; choice fields list their table's names.
 
     It holds for files that are read as YAML 1.1, too, as some editors read them (see `_as_yaml_1_1`), and a section
-    or file with nothing in it has its defaults. What it cannot say: that one number divides another, and that a file
-    is not both trained and evaluated.
+    or file with nothing in it has its defaults. It does not say which values of several keys go together: `load` does.
     """
     schema = Config.model_json_schema()
     schema["type"] = ["object", "null"]
     for section in schema["properties"].values():
         section["anyOf"] = [{"$ref": section.pop("$ref")}, {"type": "null"}]
-    schema["allOf"] = [_rule(rule) for rule in (*RULES, *_ignored_keys(choices))]
     _as_yaml_1_1(schema["$defs"])
-    _as_yaml_1_1(schema["allOf"])
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "finetune config"
     for _, section in _sections():
@@ -74,47 +69,6 @@ def _as_yaml_1_1(schema: Any) -> None:
         if others:
             schema["anyOf"] = [{"enum": schema.pop("enum")}, *others]
             schema.pop("type", None)
-
-
-def _rule(rule: Rule) -> dict[str, Any]:
-    """The schema of a rule; editors mark the key at fault. A key that is absent has its default."""
-    allowed = ValueSet(rule.values.named, not rule.values.but)
-    applies, then = _among(rule.others), {**_among(allowed), "errorMessage": rule.message}
-    return {
-        "if": _at(rule.other, applies, there=_default(rule.other) not in rule.others),
-        "then": _at(rule.key, then, there=_default(rule.key) in rule.values),
-    }
-
-
-def _at(key: str, schema: dict[str, Any], *, there: bool) -> dict[str, Any]:
-    """The schema of a config in which `key` matches `schema`; with `there`, the key is required."""
-    section, _, name = key.partition(".")
-    values: dict[str, Any] = {"properties": {name: schema}}
-    if not there:
-        return {"properties": {section: values}}
-    return {"properties": {section: {**values, "type": "object", "required": [name]}}, "required": [section]}
-
-
-def _among(values: ValueSet) -> dict[str, Any]:
-    named = {"enum": list(values.named)}
-    return {"not": named} if values.but else named
-
-
-def _default(key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(Config(), section), name)
-
-
-def _ignored_keys(choices: Choices) -> Iterator[Rule]:
-    """Rules by which the keys that a choice ignores keep their defaults."""
-    for table, entries in choices.items():
-        by_key: dict[str, list[str]] = {}
-        for name, entry in entries.items():
-            for key in getattr(entry, "ignores", ()):
-                full = key if "." in key else f"{table.partition('.')[0]}.{key}"
-                by_key.setdefault(full, []).append(name)
-        for key, names in by_key.items():
-            yield Rule(key, but(_default(key)), table, only(*names), f"the `{table}` that is set ignores it; remove it")
 
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")

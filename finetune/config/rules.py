@@ -1,4 +1,4 @@
-"""Rules that join keys of a config: one table, from which both the check of a config and its JSON schema are made."""
+"""Rules that join keys of a config."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ RULES = (
 
 
 def contradictions(config: Config) -> list[tuple[str, str]]:
-    """(key, message with remedy) of each broken rule, and of checks that a schema cannot express."""
+    """(key, message with remedy) of each broken rule, and of checks that are no rule of two keys."""
     broken = [(rule.key, rule.message) for rule in SERVING if rule.broken(config)]
     broken += serving.contradictions(config)
     resolved = config if broken else serving.resolved(config)[0]
@@ -337,12 +337,12 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     broken += [
         (rule.key, rule.message) for rule in rules if not (rule.other == "quantization.kind" and rule.key in of_serving)
     ]
-    broken += _beyond_schema(resolved, of_serving)
+    broken += _other_checks(resolved, of_serving)
     return list(dict.fromkeys(broken))
 
 
-def _beyond_schema(config: Config, known: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(key, message with remedy) of each check that a schema cannot express; not for the keys that are `known`."""
+def _other_checks(config: Config, known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(key, message with remedy) of each check that is no rule of two keys; not for the keys that are `known`."""
     trained = {entry.source for entry in entries(config.data.train) if not entry.source.startswith("builtin:")}
     for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
         remedy = "set `data.eval: auto` for its validation split, or else a share of it by hash"

@@ -31,7 +31,6 @@ _RATE = 10
 RANKS = "8 to 256"
 """The usual ranks of an adapter."""
 
-_COMMIT = "[0-9a-f]{40}"
 
 _Rate = Annotated[float, Field(gt=0, le=_RATE)]
 Positive = Annotated[int, Field(gt=0, le=_COUNT)]
@@ -68,13 +67,6 @@ class RopeScaling(Section):
 class ModelSection(Section):
     """The base model."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "if": {"properties": {"trust_remote_code": {"const": True}}, "required": ["trust_remote_code"]},
-            "then": {"properties": {"revision": {"pattern": f"^{_COMMIT}$"}}, "required": ["revision"]},
-        }
-    )
-
     name: PathOrName = "builtin:tiny-llama"
     """Base model: `builtin:tiny-llama`, a local directory, a GGUF file, or a hub name such as
     `meta-llama/Llama-2-7b-hf`."""
@@ -105,7 +97,7 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _pin_remote_code(self) -> Self:
-        if self.trust_remote_code and not re.fullmatch(_COMMIT, self.revision or ""):
+        if self.trust_remote_code and not re.fullmatch("[0-9a-f]{40}", self.revision or ""):
             raise ValueError(
                 "`trust_remote_code: true` runs foreign code, so it needs `revision` to be a full 40-digit commit "
                 "that you have read"
