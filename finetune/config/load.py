@@ -48,10 +48,10 @@ def loaded(config: object) -> Config:
 
 
 def text_of(path: Path) -> str:
-    """The text of a YAML file, cut above the size that `strict_yaml` refuses. Raises ConfigError."""
+    """The text of a YAML file. Raises ConfigError."""
     try:
         with open(path, encoding="utf-8-sig") as file:
-            return file.read(strict_yaml.MAX_BYTES + 1)
+            return file.read()
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_nearest_file(path)}") from None
     except IsADirectoryError:

@@ -362,7 +362,7 @@ def _refusals(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _shown(key: str, value: Any) -> str:
-    text = json.dumps(value, default=str)
+    text = json.dumps(value, default=str, ensure_ascii=False)
     return f"{key}: {text}" if len(text) <= _LONGEST else key
 
 

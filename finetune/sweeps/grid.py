@@ -96,7 +96,7 @@ def as_text(value: Any) -> str:
     """A value of Python or numpy as in `section.key=value`. Raises ConfigError for one that YAML cannot say."""
     plain = isinstance(value, str) and re.fullmatch(r"[\w-]+", value) and scalar(value) == value
     try:
-        return str(value) if plain else json.dumps(value, default=operator.methodcaller("item"))
+        return str(value) if plain else json.dumps(value, default=operator.methodcaller("item"), ensure_ascii=False)
     except (AttributeError, TypeError, ValueError):
         raise ConfigError(
             f"{shown(value)} cannot be a value of a config; give numbers, texts, or lists of them"
