@@ -106,7 +106,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "finetune.storage.checkpoint": "Contents.bytes write _refuse_numbers _safetensors _write _parts _json "
             "_sha256 problems_of manifest_of _problems_of_file newest_valid set_aside prune _is_whole "
             "read_tensors",
-            "finetune.storage.records": "exists open_file read_bytes read read_lines check _message",
+            "finetune.storage.records": "read_bytes read read_lines check _message",
             "finetune.storage.weight_files": "not_finite is_finite",
             "finetune.storage.rundir": "RunDirectory.finished RunDirectory.saved_steps "
             "RunDirectory.complete_checkpoints RunDirectory.remove_leftovers RunDirectory.forget_metrics_after "

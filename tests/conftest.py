@@ -55,7 +55,7 @@ os.fsync = lambda descriptor: None
 
 # Folders and files whose tests take seconds each: processes that are started and killed, whole trainings.
 _SLOW = {
-    "faults", "golden", "test_forged_runs.py", "test_hub.py", "test_notebooks.py", "test_parity.py",
+    "faults", "golden", "test_damaged_runs.py", "test_hub.py", "test_notebooks.py", "test_parity.py",
     "test_plain_prompts.py", "test_restart.py", "test_startup.py", "test_triton_kernels.py",
 }  # fmt: skip
 

@@ -40,9 +40,8 @@ def examine(path: Path) -> Examination:
 def _run_findings(run: RunDirectory) -> Iterator[Finding]:
     config, foreign = None, False
     try:
-        with records.open_file(run.config_file):
-            config = load(run.config_file, choices=CHOICES, trained=True)
-    except (ArtifactError, ConfigError) as error:
+        config = load(run.config_file, choices=CHOICES, trained=True)
+    except ConfigError as error:
         yield Finding("config.yaml", "error", str(error), "fix the line, or restore the config of the run")
     else:
         model = config.model
@@ -70,7 +69,7 @@ def _lines(run: RunDirectory) -> Iterator[Finding]:
     """The JSON Lines files: how many lines are intact, and which are skipped."""
     shapes = {run.events_file: records.EVENT, run.metrics_file: records.METRIC, run.data_file: records.AFFECTED}
     for file, shape in shapes.items():
-        if not records.exists(file):
+        if not file.exists():
             if file == run.events_file:
                 state = "missing, so whether the run has finished is unknown"
                 yield Finding(file.name, "error", state, "start it again")
@@ -110,7 +109,7 @@ def _records(run: RunDirectory) -> Iterator[Finding]:
 
 def _lock(run: RunDirectory) -> Finding:
     if run.lock_file.is_file():
-        with records.open_file(run.lock_file) as opened:
+        with open(run.lock_file, "rb") as opened:
             try:
                 fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -13,7 +13,6 @@ from finetune.measure.monitor import headline
 from finetune.report import curves, data_view, forecast_view, pages, words
 from finetune.report.scores import Scores
 from finetune.results.figures import RECENT_STEPS, Figures
-from finetune.storage import records
 from finetune.storage.files import write_text
 from finetune.storage.records import DataFacts, Difference
 from finetune.storage.rundir import RunDirectory
@@ -263,7 +262,7 @@ def _amount(key: str, value: Any) -> str:
         return ("; " if key == "problems" else " → ").join(_amount(key, one) for one in value)
     if isinstance(value, float):
         return words.significant(value)
-    is_size = key.endswith("_bytes") and type(value) is int and 0 <= value <= records.LARGEST_BYTES
+    is_size = key.endswith("_bytes") and type(value) is int
     return words.size(value) if is_size else str(value)
 
 

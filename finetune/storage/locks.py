@@ -6,8 +6,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
-import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -19,26 +17,19 @@ from finetune.storage import files
 _SAID_SECONDS, _MOST_SECONDS = 5, 3600
 _POLL_SECONDS = 0.1
 
-_CONTENT = re.compile(rb"\s*[0-9]{0,10}\s*")
-
 
 @contextlib.contextmanager
 def locked(file: Path, what: str, otherwise: str, *, wait: bool = False) -> Iterator[None]:
     """In the block, this process holds `file`, which is made. Raises InUseError where another one does.
 
     `what` it guards and what to do `otherwise` are for the message. With `wait`, a running process is waited for, up to
-    an hour. MachineError for a file that is no lock, such as a link: a folder of someone else's may hold one.
+    an hour.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        opened = os.open(file, flags, 0o666)
+        opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise MachineError(f"{file}: not a lock, but a link, a folder or a socket; remove it") from None
         raise MachineError(files.not_written(file, error)) from None
     try:
-        if not stat.S_ISREG(os.fstat(opened).st_mode) or not _CONTENT.fullmatch(os.pread(opened, 100, 0)):
-            raise MachineError(f"{file}: not a lock, which holds nothing but a number; remove it")
         _take(opened, file, what, otherwise, wait=wait)
         try:
             os.ftruncate(opened, 0)

@@ -111,8 +111,7 @@ class RunDirectory:
 
     def config(self) -> Config:
         """The resolved config this run was started with, for comparison; use `settings.config_of` to act on it."""
-        with records.open_file(self.config_file):  # rejects a pipe, on which `load` would block
-            return load(self.config_file, trained=True)
+        return load(self.config_file, trained=True)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Keep other processes from training here; the kernel releases the lock however this process ends."""

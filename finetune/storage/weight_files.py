@@ -27,9 +27,6 @@ from finetune.storage import records
 SUFFIX = ".safetensors"
 INDEX = f"model{SUFFIX}.index.json"
 
-# Room for 250,000 tensors of about 130 bytes each; a model with 384 experts in each of 60 layers has half as many.
-HEADER_BYTES = 32 * 2**20
-
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -42,8 +39,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 def check(path: Path) -> None:
     """Raise ArtifactError unless `path` is a complete safetensors file; only the header is read.
 
-    Rejected are a header that exceeds `HEADER_BYTES` or the file or is not JSON, and tensors that overlap, leave gaps
-    or do not end at the end of the file.
+    Rejected are a header that exceeds the file or is not JSON, and tensors that overlap, leave gaps or do not end at
+    the end of the file.
     """
     start = records.read_bytes(path, 8)
     size = path.stat().st_size
@@ -57,8 +54,6 @@ def check(path: Path) -> None:
             f"{path}: its header of {length} bytes exceeds the file of {size}: cut off, damaged, or not a "
             f"{SUFFIX} file; create or download it again"
         )
-    if length > HEADER_BYTES:
-        raise ArtifactError(f"{path}: its header of {length} bytes is longer than {HEADER_BYTES}, which no model needs")
     try:
         # Checks dtypes, shapes and offsets against each other and the file size (safetensors 0.8, read_metadata).
         with safe_open(path, framework="np"):

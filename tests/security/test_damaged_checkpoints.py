@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 from collections.abc import Callable
@@ -59,11 +58,6 @@ def folder_instead(file: Path) -> None:
     file.mkdir()
 
 
-def pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
 DAMAGES: dict[str, Damage] = {
     "deleted": Path.unlink,
     "empty": in_file(lambda content: b""),
@@ -73,7 +67,6 @@ DAMAGES: dict[str, Damage] = {
     "middle bit": flipped(lambda size: size // 2),
     "last bit": flipped(lambda size: size - 1),
     "a folder": folder_instead,
-    "a pipe": pipe,
 }
 
 
@@ -87,7 +80,7 @@ def test_a_checkpoint_with_a_damaged_file_is_refused_by_its_name(saved: RunDirec
     assert found == older
     [problem] = problems[newest]
     assert problem.startswith(name)
-    if name != MANIFEST and damage in ("a folder", "a pipe"):
+    if name != MANIFEST and damage == "a folder":
         assert problem == f"{name} is not a regular file"
 
 
@@ -113,18 +106,11 @@ def weights(value: float) -> Callable[[Path], object]:
 FORGERIES: dict[str, tuple[Damage, str]] = {
     "a file without its size": (manifest(lambda it: it["files"][STATE].pop("bytes")), DAMAGED),
     "a file without its hash": (manifest(lambda it: it["files"][STATE].pop("sha256")), DAMAGED),
-    "a file outside": (
-        manifest(lambda it: it["files"].update({"../secret": {"bytes": 1, "sha256": ""}})),
-        DAMAGED + r".*`files\.\.\./secret`: not the name of a file",
-    ),
     "another hash of its own": (
         lambda folder: in_file(lambda content: content.replace(b'"seed": 3', b'"seed": 4'))(folder / MANIFEST),
         DAMAGED + r" \(its hash does not match\)$",
     ),
-    **{
-        f"provenance {value!r}": (manifest(lambda it, value=value: it.update(made_with=value)), DAMAGED)
-        for value in (None, 3, "text")
-    },
+    "no provenance": (manifest(lambda it: it.update(made_with=None)), DAMAGED),
     "another format": (manifest(lambda it: it.update(format=2)), r"^manifest\.json has format 2; this version reads 1"),
     "another step": (manifest(lambda it: it.update(step=1)), r"^manifest\.json belongs to step 1$"),
     "a pickle beside": (lambda folder: (folder / "optimizer.pt").touch(), r"^optimizer\.pt is a pickle"),
@@ -133,7 +119,7 @@ FORGERIES: dict[str, tuple[Damage, str]] = {
     **{
         f"header {header[:9]!r}": (signed(lambda file, header=header: file.write_bytes(header)), r"a\.safetensors")
         for header in (
-            b"", struct.pack("<Q", 2**40) + b"{}", struct.pack("<Q", 99 * 2**20) + b"{}", b"\xff" * 64,
+            b"", struct.pack("<Q", 2**40) + b"{}",
         )
     },
 }  # fmt: skip

@@ -8,7 +8,7 @@ import math
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,45 +76,27 @@ def test_what_was_trained_is_accepted_and_is_what_is_loaded(folder: Path, sectio
 
 # -- adapter_config.json -----------------------------------------------------------------------------------------------
 
-# Nothing reads these; they say where the adapter comes from.
-ORIGIN = {"base_model_name_or_path", "inference_mode", "peft_version", "revision"}
-VALUES: list[Any] = [
-    None, True, False, 0, 1, -1, 8, 16.5, 10**30, -0.5, math.nan, math.inf, "", "(a+)+$", "\ud800", "\x1b[2J",
-    [], ["q_proj"], ["lm_head"], [7], {}, {"q_proj": 64},
-]  # fmt: skip
 
-
-def forged_configs(said: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every setting with every value that is not its own, settings that no one knows, and settings left out."""
-    for name, value in itertools.product([*said, "unknown", "\x1b[2J"], VALUES):
-        same = value == said.get(name) and isinstance(value, bool) == isinstance(said.get(name), bool)
-        absent = value in (None, []) and said.get(name) in (None, []) and name in ("target_parameters", "unknown")
-        if name not in ORIGIN and not same and not absent and not (value is None and name not in said):
-            yield {**said, name: value}
-    for name in ("peft_type", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora"):
-        yield {key: value for key, value in said.items() if key != name}
-    for name, wrong in (("base_model_name_or_path", 7), ("inference_mode", "x"), ("revision", []), ("peft_version", 1)):
-        yield {**said, name: wrong}
-    for name in said["target_modules"]:
-        yield {**said, "target_modules": [each for each in said["target_modules"] if each != name]}
-
-
-@pytest.mark.slow
-def test_a_forged_config_is_refused(folder: Path, section: AdapterSection) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"r": 64}, {"lora_alpha": math.nan}, {"target_modules": ["lm_head"]}, {"use_dora": True}, {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 64}}, {"init_lora_weights": "corda"}, {"unknown": 1}, {"revision": []},
+        {"peft_type": None}, {"modules_to_save": ["lm_head"]},
+    ],
+)  # fmt: skip
+def test_a_config_that_says_something_else_is_refused(
+    values: dict[str, Any], folder: Path, section: AdapterSection
+) -> None:
     said = json.loads((folder / CONFIG).read_text())
-    forged = list(forged_configs(said))
-    assert len(forged) > 800
-    for values in forged:
-        (folder / CONFIG).write_text(json.dumps(values))
-        with pytest.raises(ArtifactError, match="adapter_config") as caught:
-            load_on_a_new_base(folder, section)
-        assert str(caught.value).isprintable()
+    (folder / CONFIG).write_text(json.dumps(said | values))
+    with pytest.raises(ArtifactError, match="adapter_config"):
+        load_on_a_new_base(folder, section)
 
 
 def test_a_malformed_config_is_refused(folder: Path, section: AdapterSection, subtests: pytest.Subtests) -> None:
     for text in [
-        "", "[]", "7", '"x"', "[" * 100_000, '{"a":' * 100_000, '[["peft_type", "LORA"]]', "{", "\x00",
-        '{"r": ' + "9" * 5000,
+        "", "[]", '"x"', "{",
     ]:  # fmt: skip
         with subtests.test(text=text):
             (folder / CONFIG).write_text(text)
@@ -174,14 +156,11 @@ FORGERIES: dict[str, Callable[[Tensors, str], Tensors]] = {
     "minus infinite": changed(with_value(-math.inf)),
     "turned": changed(lambda tensor: tensor.T),
     "flat": changed(torch.flatten),
-    "in a list": changed(lambda tensor: tensor[None]),
     "a row more": changed(lambda tensor: torch.cat([tensor, tensor[:1]])),
     "a row less": changed(lambda tensor: tensor[1:]),
-    "empty": changed(lambda tensor: tensor[:0]),
-    "a scalar": changed(lambda tensor: tensor[0, 0].clone()),
     **{
         f"of type {kind}": changed(lambda tensor, kind=kind: tensor.to(kind))
-        for kind in (torch.float16, torch.float64, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn)
+        for kind in (torch.float16, torch.int8)
     },
     "renamed": renamed(lambda name: name + "x"),
     "of another layer": renamed(lambda name: name.replace(".layers.", ".layers.9")),
@@ -189,7 +168,6 @@ FORGERIES: dict[str, Callable[[Tensors, str], Tensors]] = {
     "with PEFT's own name": renamed(lambda name: name.replace(".weight", ".default.weight")),
     "without its beginning": renamed(lambda name: name.removeprefix("base_model.model.")),
     "an unknown one": added(lambda name: "unknown"),
-    "one with controls": added(lambda name: "\x1b[2J"),
     "a weight of the base": added(lambda name: "base_model.model.model.norm.weight"),
     "the head of the base": added(lambda name: "base_model.model.lm_head.weight"),
     "a magnitude": added(lambda name: name.rsplit(".lora_", 1)[0] + ".lora_magnitude_vector"),
@@ -210,28 +188,6 @@ def test_forged_tensors_are_refused(folder: Path, section: AdapterSection) -> No
         else:
             pytest.fail(f"{what} is accepted: {name}")
         assert message.isprintable()
-
-
-@pytest.mark.slow
-def test_one_bit_in_the_header_is_refused_or_harmless(folder: Path, section: AdapterSection) -> None:
-    """Single flipped bits: an ArtifactError, or the very same tensors (such as in the metadata)."""
-    content = (folder / WEIGHTS).read_bytes()
-    tensors = load_file(folder / WEIGHTS)
-    places, refused = random.Random(12), 0
-    for _ in range(150):
-        place, bit = places.randrange(1500), places.randrange(8)
-        forged = bytearray(content)
-        forged[place] ^= 1 << bit
-        (folder / WEIGHTS).write_bytes(forged)
-        try:
-            load_on_a_new_base(folder, section)
-        except ArtifactError:
-            refused += 1
-            continue
-        found = load_file(folder / WEIGHTS)
-        assert found.keys() == tensors.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    assert 100 < refused < 150, "flips in the metadata are harmless, all others are not"
 
 
 # -- wherever it is read -----------------------------------------------------------------------------------------------

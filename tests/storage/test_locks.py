@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from messages import refusal
 
-from finetune.errors import InUseError, MachineError
+from finetune.errors import InUseError
 from finetune.storage import locks
 
 HOLD = """
@@ -26,42 +23,6 @@ os.write(opened, str(os.getpid()).encode())
 print("held", flush=True)
 sys.stdin.read()
 """
-
-
-def a_link(file: Path) -> None:
-    file.symlink_to(file.with_name("precious"))
-
-
-def a_broken_link(file: Path) -> None:
-    file.symlink_to(file.with_name("nothing"))
-
-
-def another_name(file: Path) -> None:
-    os.link(file.with_name("precious"), file)
-
-
-def a_pipe(file: Path) -> None:
-    os.mkfifo(file)
-
-
-def a_folder(file: Path) -> None:
-    file.mkdir()
-
-
-def a_socket(file: Path) -> None:
-    socket.socket(socket.AF_UNIX).bind(str(file))
-
-
-@pytest.mark.parametrize("make", [a_link, a_broken_link, another_name, a_pipe, a_folder, a_socket])
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_what_is_no_lock_is_neither_written_nor_waited_for(make: Callable[[Path], None], tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("a thesis\n")
-    make(tmp_path / "a.lock")
-    with refusal(MachineError, tmp_path / "a.lock") as caught:
-        locks.locked(tmp_path / "a.lock", "the run", "or wait").__enter__()
-    assert "free some space" not in str(caught.value)
-    assert (tmp_path / "precious").read_text() == "a thesis\n"
-    assert not (tmp_path / "nothing").exists()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,9 @@ def wrong(file: Path, shape: Any, *lines: object) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"time": 1e18}, "time"), ({"time": "5"}, "time"), ({"time": float("nan")}, "time"), ({"step": -1}, "step"),
-        ({"step": 3.0}, "step"), ({"step": True}, "step"), ({"step": 10**30}, "step"), ({"seconds": "x"}, "seconds"),
-        ({"memory": {"resident_bytes": 10**40}}, "memory"), ({"memory": [1]}, "memory"), ({"event": None}, "event"),
+        ({"time": -1.0}, "time"), ({"time": "5"}, "time"), ({"time": float("nan")}, "time"), ({"step": -1}, "step"),
+        ({"step": 3.0}, "step"), ({"step": True}, "step"), ({"seconds": "x"}, "seconds"),
+        ({"memory": {"resident_bytes": -1}}, "memory"), ({"memory": [1]}, "memory"), ({"event": None}, "event"),
     ],
 )  # fmt: skip
 def test_an_event_with_an_invalid_value_is_skipped(change: dict[str, Any], field: str, tmp_path: Path) -> None:
@@ -49,11 +48,7 @@ def test_a_line_without_a_required_key_is_skipped(key: str, tmp_path: Path) -> N
 
 
 def test_invalid_lines_are_skipped_and_a_torn_last_line_is_reported_separately(tmp_path: Path) -> None:
-    deep = b'{"time":1,"event":"x","a":' + b"[" * 900 + b"]" * 900 + b"}"
-    deeper = b"[" * 200_000
-    digits = b'{"time":1,"event":"x","a":' + b"9" * 5000 + b"}"
-    half = b'{"time":1,"event":"\\ud800"}'
-    bad = [b"[]", b"3", b"", half, b"\xff\xfe", b'{"time"', b"null", deep, deeper, digits]
+    bad = [b"[]", b"3", b"", b"\xff\xfe", b'{"time"', b"null"]
     assert list(wrong(tmp_path / "x", records.EVENT, *bad, SAVED)) == [*range(1, len(bad) + 1)]
     (tmp_path / "x").write_bytes(json.dumps(SAVED).encode() + b'\n{"time": 1')
     found = records.read_lines(tmp_path / "x", records.EVENT)
@@ -66,16 +61,14 @@ def test_events_and_keys_of_a_later_version_are_kept(tmp_path: Path) -> None:
     assert records.read_lines(tmp_path / "x", records.EVENT).rows == later
 
 
-def test_an_invalid_file_is_named_with_its_field_in_printable_characters(tmp_path: Path) -> None:
+def test_an_invalid_file_is_named_with_its_field(tmp_path: Path) -> None:
     file = tmp_path / "manifest.json"
     manifest = {"format": 1, "step": 1, "files": {}, "made_with": {}, "sha256": ""}
     file.write_text(json.dumps(manifest))
     assert records.read(file, records.MANIFEST) == manifest
-    for name in ("../x", "a/b", ".", "..", "", "a\x00b", "\x1b[31mx"):
-        file.write_text(json.dumps({**manifest, "files": {name: {"bytes": 1, "sha256": ""}}}))
-        with refusal(ArtifactError, "manifest.json:") as caught:
-            records.read(file, records.MANIFEST)
-        assert str(caught.value).isprintable()
+    file.write_text(json.dumps({**manifest, "files": {"x": {"bytes": -1, "sha256": ""}}}))
+    with refusal(ArtifactError, "manifest.json:", "files.x.bytes"):
+        records.read(file, records.MANIFEST)
     for text in ("", "[]", "{", '{"format": 1}', "\xff"):
         file.write_text(text, encoding="latin-1")
         with refusal(ArtifactError, "manifest.json:"):
@@ -86,33 +79,20 @@ def test_a_missing_file_and_a_folder_are_reported(tmp_path: Path) -> None:
     with refusal(ArtifactError, "x:"):
         records.read(tmp_path / "x", records.OBJECT)
     (tmp_path / "x").mkdir()
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "x:"):
         records.read(tmp_path / "x", records.OBJECT)
     assert records.read_lines(tmp_path / "y", records.EVENT).rows == []
-
-
-def test_a_pipe_is_refused_without_blocking_and_closed(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x")
-    before = os.listdir("/proc/self/fd")
-    with refusal(ArtifactError, "x:") as refused:
-        records.read(tmp_path / "x", records.OBJECT)
-    assert os.listdir("/proc/self/fd") == before, refused
 
 
 def test_read_errors_of_the_disk_are_reported(tmp_path: Path) -> None:
     with refusal(ArtifactError, "mem:", "Input/output"):
         records.read(Path("/proc/self/mem"), records.OBJECT)  # there is nothing at its beginning
-    with refusal(ArtifactError):
-        records.exists(tmp_path / ("x" * 300))
 
 
-def test_checking_a_value_names_its_first_invalid_field_briefly() -> None:
+def test_checking_a_value_names_its_first_invalid_field() -> None:
     records.check(SAVED, records.EVENT)
     with pytest.raises(ValueError, match=r"^`time`: "):
         records.check({**SAVED, "time": -1.0, "event": 3}, records.EVENT)
-    manifest = {"format": 1, "step": 1, "files": {"/" * 300: {"bytes": 1, "sha256": ""}}, "made_with": {}, "sha256": ""}
-    with pytest.raises(ValueError, match=rf"^`files\.{'/' * 194}`: "):
-        records.check(manifest, records.MANIFEST)
 
 
 def test_lines_keep_the_order_of_their_keys(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from finetune.model.source.locate import hub_call
 from finetune.storage import records, weight_files
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_CONFIG_BYTES = 2**22
 # Keys of adapter_config.json that record its origin, with their types. They are not used here.
 ORIGIN = {
     "base_model_name_or_path": str | None,
@@ -197,8 +196,6 @@ def stored_config(directory: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ArtifactError(f"{directory}: no adapter here (no {file.name}); did training finish?")
     try:
-        if file.stat().st_size > _CONFIG_BYTES:
-            raise ValueError("too large")
         settings = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
             raise ValueError("not a JSON object")
