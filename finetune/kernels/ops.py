@@ -28,7 +28,6 @@ _aten = torch.ops.aten
 
 ON_CPU: dict[str, Callable[..., Any]] = {}
 """Each operator's program of torch's operators for a CPU, by full name such as `finetune::rms_norm`."""
-_ON_CUDA: dict[str, Callable[..., Any]] = {}
 
 
 def _operator(schema: str, kernels: str = "triton_kernels") -> Callable[[Callable[..., Any]], Any]:
@@ -55,15 +54,9 @@ def _operator(schema: str, kernels: str = "triton_kernels") -> Callable[[Callabl
         if schema.endswith("-> ()"):
             torch.library.register_fake(f"finetune::{name}", lambda *args, **named: None, lib=_library)
         ON_CPU[f"finetune::{name}"] = program
-        _ON_CUDA[f"finetune::{name}"] = on_cuda
         return getattr(torch.ops.finetune, name).default
 
     return define
-
-
-def program(name: str, device_type: str) -> Callable[..., Any]:
-    """The function that an operator, given by its full name, calls on a kind of device."""
-    return ON_CPU[name] if device_type == "cpu" else _ON_CUDA[name]
 
 
 def along_rows(tensor: Tensor) -> Tensor:

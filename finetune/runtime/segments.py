@@ -16,7 +16,6 @@ from finetune.runtime import driver
 
 # torch 2.13 has no public names for these; 2.11 has no getter.
 _get, _set = (getattr(torch._C, f"_accelerator_{verb}AllocatorSettings", None) for verb in ("get", "set"))  # noqa: SLF001
-_disabled = False  # since `disable`; torch 2.11 does not tell
 
 
 def enable(gpu: int) -> None:
@@ -25,18 +24,8 @@ def enable(gpu: int) -> None:
         _set("expandable_segments:True")
 
 
-def disable() -> None:
-    """Turn off expandable segments for what is allocated from now on."""
-    global _disabled
-    if _set:
-        _set("expandable_segments:False")
-        _disabled = True
-
-
 def grow(gpu: int) -> bool:
-    """True if this GPU has expandable segments after `enable`, and no `disable`."""
-    if _disabled:
-        return False
+    """True if this GPU has expandable segments after `enable`."""
     return _is_on(setting()) if setting() else supported(gpu)
 
 

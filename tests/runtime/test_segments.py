@@ -111,18 +111,6 @@ def test_they_stay_off_where_something_lacks(driver: Install, subtests: pytest.S
             assert not segments.grow(GPU)
 
 
-def test_a_torch_that_does_not_tell_its_settings_is_believed_to_have_none_after_they_are_disabled(
-    driver: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver()
-    monkeypatch.setattr(segments, "_get", None)  # torch 2.11
-    monkeypatch.setattr(segments, "_disabled", False)
-    segments.enable(GPU)
-    assert segments.grow(GPU)
-    segments.disable()
-    assert not segments.grow(GPU)
-
-
 def test_under_wsl2_the_drivers_version_is_that_of_its_management_library(monkeypatch: pytest.MonkeyPatch) -> None:
     class Nvml:
         def nvmlInit_v2(self) -> int:
