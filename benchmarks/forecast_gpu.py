@@ -281,7 +281,7 @@ def record(setting: Setting, entries: Sequence[Any], peak_allocated_bytes: int, 
 def facts(device: Any) -> dict[str, Any]:
     """The device, and what is in use on it before any process of ours.
 
-    What it takes besides tensors is measured by the certificate (`finetune doctor --certify`).
+    What it takes besides tensors is measured by a run (`finetune.forecast.measured`).
     """
     import torch
 

@@ -18,14 +18,14 @@ import time
 import traceback
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gpu_sides
 import harness
-from gpu_jobs import Findings, Work, job, last_error, overrides, saved_weights
+from gpu_jobs import Findings, Work, job, overrides, saved_weights
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,26 @@ _SMI_FIELDS = "name,driver_version,compute_cap,memory.total,memory.used,clocks.m
 
 
 def environment(work: Work) -> Findings:
-    """The machine, versions, every import, and what doctor says."""
+    """The machine, versions, every import, what is measured of a card, and what doctor says."""
     yield "machine", _machine()
     yield "versions", _versions()
     yield "imports", _imports(work.on)
     import forecast_gpu
 
     yield "device", forecast_gpu.facts(work.device)
+    yield "measured", _measured(work.device)
     done = harness.python("-m", "finetune", "doctor", log=work.kept / "doctor")
     yield "doctor", {"exit_code": done.exit_code, "said": harness.without_paths(done.output + done.errors).splitlines()}
 
 
-def certificate(work: Work) -> Findings:
-    """What `finetune doctor --certify` finds on this machine; its page and its JSON, which it writes, are kept."""
-    done = harness.python("-m", "finetune", "doctor", "--certify", log=work.kept / "certify", folder=work.kept)
-    if "No such option" in done.errors:
-        yield "certificate", {"left_out": "this version has no `doctor --certify`"}
-        return
-    file = work.kept / "certificate.json"
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"message": last_error(done.errors)}
-    yield "certificate", {**found, "passed": done.exit_code == 0 and file.is_file(), "exit_code": done.exit_code}
+def _measured(device: Any) -> dict[str, Any]:
+    """What a run measures of a card, beside which `device` has its data sheet's."""
+    from finetune.forecast import measured
+
+    notes: list[str] = []
+    measured.rates(device, notes.append)
+    measured.context(device, notes.append)
+    return {**asdict(measured.known(device)), "notes": notes}
 
 
 def _machine() -> dict[str, Any]:
@@ -323,7 +323,6 @@ def _message(case: ElementTree.Element, *kinds: str) -> str | None:
 _CAPS = "cap"
 SLICES: dict[str, Slice] = {
     "environment": Slice(environment, 60),
-    "certificate": Slice(certificate, 320),
     "tests-kernels": Slice(partial(tests, file="test_gpu_kernels.py", chosen=""), 60),
     "beside-7b": Slice(partial(gpu_sides.beside, sides=("finetune", "trl")), 200),
     "loads": Slice(loads, 80),

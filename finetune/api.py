@@ -78,10 +78,10 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1) -> PlanView:
     FinetuneError for an unknown model or GPU, or a batch that cannot be divided among that many.
     """
     from finetune.forecast import planning
-    from finetune.lifecycle.plan import as_trained
+    from finetune.lifecycle.plan import check_served
     from finetune.report.forecast_view import PlanView
 
-    return PlanView(planning.plan(config, gpu, gpus, as_trained))
+    return PlanView(planning.plan(config, gpu, gpus, check_served))
 
 
 def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
@@ -92,9 +92,9 @@ def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
     batch that `gpus` cannot share.
     """
     from finetune.forecast import planning
-    from finetune.lifecycle.plan import as_trained
+    from finetune.lifecycle.plan import check_served
 
-    return planning.fit(config, gpu, gpus, as_trained)
+    return planning.fit(config, gpu, gpus, check_served)
 
 
 def inspect_data(config: Config) -> DataView:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from finetune.config import Config
 from finetune.data.prepare import with_classes
 from finetune.export import publish
+from finetune.forecast import measured
 from finetune.inference import answers
-from finetune.lifecycle import certification, opening, outcome, preparation, replan, resume, session
+from finetune.lifecycle import opening, outcome, preparation, replan, resume, session
 from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import bounds, build, precision
@@ -59,18 +60,15 @@ def train(
         if resume.is_finished(config, run, terminal.note, fresh=fresh):
             return Result(run)
         config = resume.with_own_kernels(config, run, terminal.note, fresh=fresh)
+        kernels_off = replan.left_out(config, run, device, terminal.note, fresh=fresh)
 
         # Prepare: the machine, the tokenizer, the architecture, the data.
         config, inputs = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
 
-        # Try on the device what the job relies on there; what failed is left out.
-        config, inputs, certificate = certification.certify(config, inputs, device, terminal)
-        certificate = replan.remembered(certificate, run, terminal.note, fresh=fresh)
-
         # Plan: `auto` settings get values, and a job that does not fit is refused.
         asked, earlier = config, None if fresh else run
         config, forecast = plan(
-            asked, inputs.blueprint.architecture, inputs.data, device, terminal, earlier, certificate
+            asked, inputs.blueprint.architecture, inputs.data, device, terminal, earlier, kernels_off
         )
 
         # Open: a new run directory, or an earlier one and its last checkpoint. Ranks have one each, below rank 0's.
@@ -104,11 +102,11 @@ def train(
                 config, inputs.blueprint.architecture, model, inputs.tokenizer, inputs.data, own, monitor,
                 terminal, tracked, device=device, signals=signals, provenance=provenance, resume_from=start.checkpoint,
                 by_length=forecast.by_length if forecast else (), callbacks=callbacks,
-                kernels_off=certificate.kernels_off, resident=resident,
+                kernels_off=kernels_off, resident=resident,
             )  # fmt: skip
-            job, forecast = replan.without_ruled_out(
-                training.complete(job), asked, inputs, certificate, forecast, terminal
-            )
+            job = training.complete(job)
+            measured.context(device, terminal.note)  # now that the kernels of a step are loaded
+            job, forecast = replan.without_ruled_out(job, asked, kernels_off, forecast, terminal)
             config, ended = job.config, training.train(job)
             answers.after(model, inputs.tokenizer, config, own, answered)
             tracked.answers(own)

@@ -181,10 +181,10 @@ def _plan_training(
     with libraries.importing():
         from finetune.export import publish
         from finetune.forecast import planning
-        from finetune.lifecycle.plan import as_trained
+        from finetune.lifecycle.plan import check_served
         from finetune.report.forecast_view import PlanView
         from finetune.storage.files import amount
-    planned = planning.plan(job, gpu, gpus, as_trained)
+    planned = planning.plan(job, gpu, gpus, check_served)
     view = PlanView(planned)
     if not as_json:
         note_rows(job.data)
@@ -218,9 +218,9 @@ def fit(
         announce(f"fit of {config}", job)
     with libraries.importing():
         from finetune.forecast import planning
-        from finetune.lifecycle.plan import as_trained
+        from finetune.lifecycle.plan import check_served
         from finetune.report.forecast_view import FittedView
-    fitted, limits = planning.fit_with_limits(job, gpu, gpus, as_trained)
+    fitted, limits = planning.fit_with_limits(job, gpu, gpus, check_served)
     planning.write(fitted, target)
     if not as_json:
         note_rows(job.data)

@@ -11,7 +11,7 @@ import typer
 
 import finetune
 from finetune.cli import options
-from finetune.cli.output import give, give_page, new_terminal, read_or_not
+from finetune.cli.output import give, give_page, read_or_not
 from finetune.cli.program import command
 from finetune.errors import ConfigError
 from finetune.launch.targets import TARGETS
@@ -95,26 +95,16 @@ def doctor(
         typer.Argument(
             metavar="[RUN|MODEL]",
             help="What to check instead of the machine: a run directory, or a model by its name, its folder or its "
-            "config.json; the config of --certify.",
+            "config.json.",
         ),
     ] = None,
-    certify: Annotated[
-        bool, typer.Option("--certify", help="Try everything on the device anew; writes certificate.html and .json.")
-    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Check this machine, a run directory, or a model. Says what is wrong and what to do.
 
     Of a model it reads config.json alone, makes a small copy with random weights, and tries all that is done with one.
     """
-    stage(f"doctor of {'this machine' if certify or not about else about}: importing the libraries")
-    if certify:
-        from finetune.doctor.certify import certify as certified
-        from finetune.settings import load_config
-
-        given = load_config(Path(about), []) if about else None
-        give(certified(given, new_terminal(quiet=as_json)), as_json)
-        return
+    stage(f"doctor of {about or 'this machine'}: importing the libraries")
     from finetune.doctor import machine, model_check
     from finetune.doctor import run_check as run_directory
 

@@ -402,11 +402,6 @@ class KernelsSection(Section):
     sharded or that `compile` compiles; `on` refuses a model where none applies or one disagrees; `off` uses
     PEFT's and transformers' modules. Unless it is `off`, a frozen head's logits are computed once instead of twice, if
     that agrees as well."""
-    certificate: Literal["auto", "on", "off"] = "auto"
-    """Try on this machine's device, in a process of its own, what the job relies on there: allocator, optimizer,
-    attention, each fused kernel at the job's sizes, and a small model of its kind. What fails, or is slower than
-    without, is not used. It takes at most a minute the first time for a device, versions and a kind of job, and is then
-    read from the cache. `auto` does so on a GPU; `on` on a CPU as well; `off` never."""
     compile: Literal["none", "layers"] = "none"
     """`layers` compiles the decoder layers that are not fused with `torch.compile`, for training steps alone. The first
     steps then take a minute or more, and the memory forecast is that of the layers as they are."""

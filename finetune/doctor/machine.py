@@ -7,6 +7,7 @@ import locale
 import os
 import platform
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +16,13 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
-from finetune.certificate import store
-from finetune.certificate.trials import TRIALS
 from finetune.config import OptimizerSection
 from finetune.doctor import Examination, Finding
 from finetune.errors import MachineError
 from finetune.forecast import devices
 from finetune.model import precision
 from finetune.model.attention import backends
+from finetune.model.probes import marker
 from finetune.report import words
 from finetune.runtime import driver, libraries
 from finetune.storage.private import data_cache
@@ -46,7 +46,7 @@ def examine() -> Examination:
             _optimizer(device),
             _bitsandbytes(device),
             *([_triton()] if device == "cuda" else []),
-            _certificate(device),
+            _kernels(device),
             _hub(),
             _threads(),
             _text(),
@@ -184,22 +184,14 @@ def _triton() -> Finding:
     return Finding("Triton", "warning", state, remedy)
 
 
-def _certificate(device: str) -> Finding:
-    """Report what earlier trials of this device showed."""
-    kept = store.of_device(
-        torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    )
-    if not kept:
-        state = "none for this device and these versions; a run on a GPU makes one before it starts"
-        return Finding("certificate", "ok", f"{state}, and `finetune doctor --certify` at any time")
-    failed = {result.trial: result.reason for one in kept for result in one["results"] if result.is_off}
-    state = f"this device was tried for {len(kept)} kind{'s' * (len(kept) > 1)} of job"
-    if not failed:
-        return Finding("certificate", "ok", f"{state}: everything held")
-    off = "; ".join(f"{TRIALS[name].tries} is off: {reason}" for name, reason in failed.items() if name in TRIALS)
-    return Finding(
-        "certificate", "warning", f"{state}: {off}", "jobs leave that out; `finetune doctor --certify` again"
-    )
+def _kernels(device: str) -> Finding:
+    """Report what jobs leave out here because a process ended while it was tried, and how to try it again."""
+    left = marker.left_behind(torch.device(device))
+    if not left:
+        return Finding("kernels", "ok", "none is off: each run tests them on its model before the first step")
+    ended = ", ".join(f"`{name}`" for name in sorted({*left.values()}))
+    again = f"to try again before a new driver or version does: rm {' '.join(shlex.quote(str(path)) for path in left)}"
+    return Finding("kernels", "warning", f"a process ended while {ended} was tried: jobs leave that out", again)
 
 
 def _hub() -> Finding:

@@ -1,14 +1,15 @@
 """Checks of `finetune doctor MODEL` on a small copy of a model, made with the code that all commands run.
 
-All on the CPU, so that the result is the same on every machine; what a GPU does is for its certificate to try.
+All on the CPU, so that the result is the same on every machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from finetune import kernels, recipe
-from finetune.certificate.small_model import TriedJob
 from finetune.config import Config, MemorySection, ModelSection
 from finetune.data.batching import MicroBatching
 from finetune.doctor import Status
@@ -30,7 +30,9 @@ from finetune.inference.answer_settings import Settings
 from finetune.kernels import self_test
 from finetune.model import base as bases
 from finetune.model import build, small_copy
+from finetune.model.adapters.adapter import casts_by_autocast
 from finetune.model.attention.caches import CACHES
+from finetune.model.precision import autocast
 from finetune.model.probes import causality, packed_rows
 from finetune.model.recompute import checkpointing
 from finetune.model.source import gguf_base
@@ -113,7 +115,7 @@ class Copy:
     def tried(self, config: Config) -> _Tried:
         """The job as what passes are made through."""
         attention, _ = build.choose_attention(config, self.architecture, "cpu")
-        return _Tried(config, self.architecture, attention, _CPU, 2, max(_LENGTHS))
+        return _Tried(config, self.architecture, attention)
 
     def loaded(self, kind: str) -> Any:
         """The base in bfloat16, or quantized."""
@@ -128,16 +130,54 @@ class Copy:
         return {"input_ids": ids, "attention_mask": inside.long(), "labels": ids.masked_fill(~inside, -100)}
 
 
-class _Tried(TriedJob):
-    """A job on a model that is small already."""
+@dataclass(frozen=True)
+class _Tried:
+    """A job on a small copy, and passes through it as a step runs them."""
 
-    @cached_property
-    def shortened(self) -> tuple[Config, Any]:
-        return self.config, self.architecture
+    config: Config
+    architecture: Any
+    attention: str
 
-    def model(self, attention: str = "", memory: MemorySection = _NOTHING_SAVED) -> Any:
-        """The model in eval mode, in which nothing is dropped at random, unless layers are recomputed."""
-        return super().model(attention, memory).train(memory.checkpointing != "none")
+    def model(self, memory: MemorySection = _NOTHING_SAVED) -> Any:
+        """The model, the same weights each time, with an adapter that is not zero; in eval mode, in which nothing is
+        dropped at random, unless layers are recomputed.
+        """
+        config = self.config
+        torch.manual_seed(0)
+        base = build.blueprint(config, self.architecture, self.attention).load(_CPU)
+        model = build.trainable(
+            base, config.model, config.adapter, memory, seed=config.training.seed, device_type="cpu"
+        )
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    weight.copy_(torch.randn(weight.shape, generator=generator) * (0.5 / weight.shape[-1] ** 0.5))
+        log_probs.attach(model)
+        return model.train(memory.checkpointing != "none")
+
+    @contextlib.contextmanager
+    def passes(self, model: Any, *, fused_loss: bool = False) -> Iterator[None]:
+        """A context for passes of the job, which score their tokens in two tiles."""
+        precision = self.config.training.precision
+        with (
+            autocast(precision, _CPU),
+            casts_by_autocast(model, self.config.adapter, precision),
+            log_probs.tiles(max(_LENGTHS), fused=fused_loss),
+        ):
+            yield
+
+    def results(self, model: Any, inputs: dict[str, Tensor], *, fused_loss: bool = False) -> dict[str, Tensor]:
+        """The loss and the gradients of the adapter."""
+        with self.passes(model, fused_loss=fused_loss):
+            scores = model(**inputs, use_cache=False, fused_lm_head=True)
+            return _with_gradients(model, -scores.log_probs.sum() / scores.label_mask.sum())
+
+
+def _with_gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    gradients = zip(trained, torch.autograd.grad(loss, list(trained.values()), allow_unused=True), strict=True)
+    return {"output": loss.detach()[None], **{f"gradient of {name}": one for name, one in gradients if one is not None}}
 
 
 @dataclass(frozen=True)
@@ -225,15 +265,12 @@ def _loss(copy: Copy) -> str:
     with tried.passes(model):
         log_probs.check(model)
     ours = tried.results(model, copy.padded)
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     labels = copy.padded["labels"]
     inputs = {name: copy.padded[name] for name in ("input_ids", "attention_mask")}
     with tried.passes(model):
         logits = model(**inputs, use_cache=False).logits[:, -labels.shape[1] :]
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
-    gradients = torch.autograd.grad(loss * 1024, list(trained.values()), allow_unused=True)
-    named = zip(trained, gradients, strict=True)
-    theirs = {"output": loss.detach()[None], **{f"gradient of {name}": one for name, one in named if one is not None}}
+    theirs = _with_gradients(model, loss)
     return _same(ours, theirs, "transformers and PEFT compute", "loss and gradients as transformers and PEFT")
 
 
@@ -251,8 +288,7 @@ def _fused(copy: Copy) -> str:
 def _recomputed(copy: Copy) -> str:
     tried = copy.tried(copy.job())
     kept, again = (
-        tried.results(tried.model(memory=MemorySection(checkpointing=level)).train(), copy.padded)
-        for level in ("none", "all")
+        tried.results(tried.model(MemorySection(checkpointing=level)).train(), copy.padded) for level in ("none", "all")
     )
     return _same(again, kept, "kept activations give", "the same gradients when every layer is recomputed")
 

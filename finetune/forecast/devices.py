@@ -18,11 +18,12 @@ import torch
 from finetune.config import MemorySection
 from finetune.config.field_types import parse_size
 from finetune.errors import ConfigError, MachineError, OutOfMemoryError
-from finetune.forecast import gpus, operator_costs
+from finetune.forecast import gpus, measured, operator_costs
 from finetune.forecast.operator_costs import DeviceOperators
 from finetune.model import precision
 from finetune.model.precision import Arithmetic
 from finetune.runtime import driver, libraries, patches, segments
+from finetune.training import probe_table
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,9 @@ class Device:
     triton: bool = True
     """Whether Triton's kernels run there; where not, the loss takes torch's own operators (`libraries`)."""
     kernels_off: tuple[str, ...] = ()
-    """Fused kernels, or `loss`, that are not used there (`certificate`)."""
-    offloads: bool = True
-    """Whether layer inputs may be copied to the host beside the arithmetic there (`certificate`)."""
+    """Fused kernels, or `loss`, that are not used there (`training.probe_table`)."""
     measured_workspace_bytes: int = 0
     """What `workspace_bytes` is there by measurement; 0 where nothing was measured."""
-    reserved_share: float = 1.0
-    """What the caching allocator reserves there over what its model does."""
 
     @property
     def room_bytes(self) -> int:
@@ -125,9 +122,9 @@ def find(name: str, memory: MemorySection) -> Device:
     return _card(gpu, gpu.total_bytes, budget_bytes, gpu.name)
 
 
-def here(device: torch.device, memory: MemorySection, context_bytes: int | None = None) -> Device:
-    """The device that a run is about to use; `context_bytes` of its CUDA context, where that was measured."""
-    return _present(_budget(memory), context_bytes) if device.type == "cuda" else _cpu(memory.budget)
+def here(device: torch.device, memory: MemorySection) -> Device:
+    """The device that a run is about to use."""
+    return _present(_budget(memory)) if device.type == "cuda" else _cpu(memory.budget)
 
 
 def of_ranks(device: Device, groups: Sequence[int], context: int) -> Device:
@@ -205,27 +202,36 @@ def _nearest(total_bytes: int) -> gpus.Gpu:
     return min(cards, key=lambda gpu: abs(gpu.total_bytes - total_bytes))
 
 
-def _present(budget: int | None, context_bytes: int | None = None) -> Device:
-    """The GPU of this machine, with what other processes leave free on it."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+def _present(budget: int | None) -> Device:
+    """The GPU of this machine, with what other processes leave free on it, and what was measured on it."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    figures = measured.known(device)
     free, _ = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved()
     # Part of what is taken is this process's own context, and torch loads more of it later.
-    context = context_bytes or operator_costs.context_bytes(properties.multi_processor_count)
+    context = figures.context_bytes or operator_costs.context_bytes(properties.multi_processor_count)
     usable = free + min(properties.total_memory - free, context)
     try:
         known = gpus.find(properties.name)
     except ConfigError:
         known = _nearest(properties.total_memory)
+    sheet = _card(known, usable, budget, properties.name)
+    cublas_workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
     return replace(
-        _card(known, usable, budget, properties.name),
+        sheet,
         name=properties.name,
         outside_bytes=context,
+        flops=figures.flops or sheet.flops,
+        fp32_flops=figures.fp32_flops or sheet.fp32_flops,
+        bandwidth_bytes=figures.bandwidth_bytes or sheet.bandwidth_bytes,
         capability=(properties.major, properties.minor),
         expandable_segments=segments.grow(torch.cuda.current_device()),
-        cublas_workspace=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+        cublas_workspace=cublas_workspace,
+        measured_workspace_bytes=0 if cublas_workspace else figures.workspace_bytes,
         managed_memory=driver.shares_managed_memory(torch.cuda.current_device()),
         triton=libraries.triton_obstacle() is None,
+        kernels_off=probe_table.off_on(device),
     )
 
 
@@ -248,6 +254,7 @@ def _cpu(budget: int | None) -> Device:
         fp32_flops=fp32_flops,
         bandwidth_bytes=bandwidth,
         call_seconds=call,
+        kernels_off=probe_table.off_on(torch.device("cpu")),
     )
 
 

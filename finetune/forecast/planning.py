@@ -175,8 +175,6 @@ class Planner:
         below = before.needed_bytes - before.peak_reserved_bytes * _LEAST_SAVED
         pulled: list[tuple[Lever, Forecast]] = []
         for lever in levers(config, self.gpus):
-            if "memory.offload" in lever.changes and not self.device.offloads:
-                continue
             with contextlib.suppress(ConfigError):  # a model that cannot be sharded
                 pulled.append((lever, self.forecast(config.changed(lever.changes))))
         return [(lever, after) for lever, after in pulled if after.needed_bytes < below]
@@ -227,7 +225,7 @@ class Planner:
         """
         training, memory = self.job.training, self.job.memory
         compiled = self.job.kernels.compile == "layers"  # such a layer keeps all or nothing, and offloads nothing
-        offloads = self.device.type == "cuda" and self.device.offloads and not compiled
+        offloads = self.device.type == "cuda" and not compiled
         each = self._share(self.job)
         rows = fitting.divisors(each) if training.micro_batch == "auto" else [training.rows]
         recomputed = None if memory.checkpointing == "auto" else memory.checkpointing
@@ -436,19 +434,14 @@ class Plan:
         return {**self.forecast.as_dict(), **chosen, **images, "levers": levers}
 
 
-Follow = Callable[[Planner, bool], Planner]
-"""Gives a planner what is known above the forecast; the second argument: whether its device is this machine's own
-(`certificate.verdict.follow`, `lifecycle.plan.as_trained`)."""
-
-
-def _as_it_is(planner: Planner, own_device: bool) -> Planner:
-    return planner
+Check = Callable[[Planner], None]
+"""Raises where a planner's job cannot be trained, which is known above the forecast (`lifecycle.plan.check_served`)."""
 
 
 @libraries.alone()
-def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Plan:
+def plan(config: Config, gpu: str | None = None, gpus: int = 1, check: Check | None = None) -> Plan:
     """Forecast the job on `gpu`, with its `auto` settings fitted (see `finetune.plan`)."""
-    planner = planner_for(config, gpu, gpus, follow)
+    planner = planner_for(config, gpu, gpus, check)
     given = config.changed({"training.precision": planner.job.training.precision})
     _, said = evidence.resolved(given, planner.architecture)
     config, fitted = planner.resolve()
@@ -460,16 +453,16 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow =
 
 
 @libraries.alone()
-def fit(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Fitted:
+def fit(config: Config, gpu: str | None = None, gpus: int = 1, check: Check | None = None) -> Fitted:
     """The job fitted to `gpu`, whatever micro-batch and checkpointing it names (see `finetune.fit`)."""
-    return _fit(_free_planner(config, gpu, gpus, follow), config.training)
+    return _fit(_free_planner(config, gpu, gpus, check), config.training)
 
 
 def fit_with_limits(
-    config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is
+    config: Config, gpu: str | None = None, gpus: int = 1, check: Check | None = None
 ) -> tuple[Fitted, Limits]:  # fmt: skip
     """`fit`, and the limits of the fitted job on that device."""
-    planner = _free_planner(config, gpu, gpus, follow)
+    planner = _free_planner(config, gpu, gpus, check)
     fitted = _fit(planner, config.training)
     return fitted, planner.limits(fitted.config)
 
@@ -484,12 +477,12 @@ def _fit(planner: Planner, asked: TrainingSection) -> Fitted:
     return replace(fitted, reasons={**reasons, **fitted.reasons})
 
 
-def _free_planner(config: Config, gpu: str | None, gpus: int, follow: Follow) -> Planner:
+def _free_planner(config: Config, gpu: str | None, gpus: int, check: Check | None) -> Planner:
     """A planner that chooses micro-batch and checkpointing, whatever the config says. Raises as `refuse_guess`."""
     rows = {} if loaded(config).training.micro_batch_tokens else {"training.micro_batch": "auto"}
     evidence.refuse_guess(config)
     free = config.changed({**rows, "memory.checkpointing": "auto", "memory.offload": "none"})
-    return planner_for(free, gpu, gpus, follow)
+    return planner_for(free, gpu, gpus, check)
 
 
 def write(fitted: Fitted, path: Path) -> None:
@@ -525,7 +518,7 @@ def check_traceable(config: Config, architecture: Any, device: torch.device) -> 
 
 
 def planner_for(
-    config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is
+    config: Config, gpu: str | None = None, gpus: int = 1, check: Check | None = None
 ) -> Planner:  # fmt: skip
     """The planner of a job, with a kind of quantization, for one device or several alike, which need not be in this
     machine.
@@ -558,7 +551,9 @@ def planner_for(
         device = devices.find("cpu", config.memory)
     job = reference_scores.decided(config, data)
     planner = Planner(job, architecture, device, data, gpus, why_precision=why_precision)
-    return follow(planner, gpu in (None, "auto", "cpu")).decided()
+    if check:
+        check(planner)
+    return planner.decided()
 
 
 def _with_classes(config: Config) -> Config:

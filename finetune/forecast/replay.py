@@ -71,7 +71,7 @@ def replayed(
     replay = Replay(trace, device, categories)
     run(replay)
     if device.type == "cuda" and replay.peak_reserved_bytes > device.room_bytes:
-        tight = Replay(trace, device, categories, int(device.room_bytes / device.reserved_share))
+        tight = Replay(trace, device, categories, device.room_bytes)
         with contextlib.suppress(CapacityError):
             run(tight)
             return tight
@@ -188,7 +188,7 @@ class Replay:
     def reserved_bytes(self) -> int:
         if self._allocator is None:
             return self._allocated
-        return int(self._allocator.reserved_bytes * self._device.reserved_share)
+        return self._allocator.reserved_bytes
 
     @property
     def peak_allocated_bytes(self) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from finetune.certificate import verdict
 from finetune.config import (
     Config,
     DataSection,
@@ -93,14 +92,14 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
         inspection.inspect_data(draft.job)  # what is wrong with a row is said before more is asked
     gpu = questions.card(wanted, lambda name: devices.find(name, MemorySection()))
     try:
-        planner = planner_for(draft.job.changed(_AUTO), gpu, follow=verdict.follow)
+        planner = planner_for(draft.job.changed(_AUTO), gpu)
     except MachineError as error:
         draft.notes.append(f"Not fitted to a card: {error}")
         return draft
     if planner.data:
         rows = _by_rows(draft, planner.data, rows, planner.architecture)
         if draft.values["data.max_length"] > planner.job.data.max_length:  # rows were cut at the default
-            planner = planner_for(draft.job.changed(_AUTO), gpu, follow=verdict.follow)
+            planner = planner_for(draft.job.changed(_AUTO), gpu)
     else:
         draft.notes.append(
             "The rows were not measured (on the hub, over 16 MiB, or without a tokenizer here): all count as "

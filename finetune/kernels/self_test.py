@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from finetune.kernels import KERNELS, Attached
 from finetune.kernels.room import columns_beside, narrowed
 from finetune.model import probes
+from finetune.model.probes import marker
+from finetune.runtime import patches
 
 # The largest relative difference of results and gradients. Both ways round several times, in different orders: 0.2 to
 # 2% in 16 bit in the models tested, 1e-6 in float32. A wrong formula differs by a third or more.
@@ -48,7 +50,7 @@ def _differences(model: Any, attached: Attached) -> Iterator[str]:
     for module, (kernel, inputs) in _inputs(model, attached).items():
         if module not in attached.replaced[kernel]:  # undone meanwhile
             continue
-        with _filled(module):
+        with marker.under_way(kernel, model.device), _filled(module):
             fused = _results(module, inputs)
             attached.replaced[kernel].pop(module)()
             plain = _results(module, inputs)
@@ -78,11 +80,15 @@ def _inputs(model: Any, attached: Attached) -> dict[nn.Module, tuple[str, _CallI
     with contextlib.ExitStack() as stack:
         for kernel, module in chosen.values():
 
-            def seen(module: nn.Module, args: Any, kwargs: Any, kernel: str = kernel) -> None:
+            def forward(
+                *args: Any, plain: Any = module.forward, module: nn.Module = module, kernel: str = kernel, **kwargs: Any
+            ) -> Any:
                 first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
                 inputs.setdefault(module, (kernel, _CallInputs(args, kwargs, columns_beside(first))))
+                with marker.under_way(kernel, model.device):
+                    return plain(*args, **kwargs)
 
-            stack.callback(module.register_forward_pre_hook(seen, with_kwargs=True).remove)
+            stack.enter_context(patches.MODULE_FORWARD.by(forward, module))
         probes.logits(model, **_two_rows(model))
     return inputs
 

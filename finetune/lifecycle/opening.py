@@ -43,7 +43,7 @@ def open_run(
         # A reopened run says so before its new config is saved: a finished run with a config that asks for more steps
         # would otherwise be taken for finished with all of them.
         _reopen(run, start, inputs, note)
-        write_plan(config, run, inputs, forecast)
+        write_plan(config, run, forecast)
         run.remove_leftovers()
         write_json(run.environment_file, {"seed": config.training.seed, **inputs.environment})
         write_lines(run.data_file, inputs.data.affected())
@@ -65,16 +65,11 @@ def open_run(
     return own, start
 
 
-def write_plan(config: Config, run: RunDirectory, inputs: JobInputs, forecast: Forecast | None) -> None:
+def write_plan(config: Config, run: RunDirectory, forecast: Forecast | None) -> None:
     """Save the fitted config and its forecast, if any."""
-    run.create(asked_config(config, inputs))
+    run.create(config)
     if forecast:
         write_json(run.forecast_file, forecast.beside({}))
-
-
-def asked_config(config: Config, inputs: JobInputs) -> Config:
-    """The fitted config, with the user's own values for the keys that a certificate replaced."""
-    return config.changed(inputs.asked)
 
 
 def _images_named(rows: Any, numbers: list[int]) -> list[str]:
@@ -130,7 +125,7 @@ def _log_packed(config: Config, run: RunDirectory, model: Any, note: Note) -> No
 
 
 def _provenance(config: Config, inputs: JobInputs) -> dict[str, Any]:
-    return {**inputs.provenance, "config": asked_config(config, inputs).model_dump(mode="json")}
+    return {**inputs.provenance, "config": config.model_dump(mode="json")}
 
 
 def _log_changes(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from finetune.certificate import verdict
-from finetune.certificate.verdict import Certificate
 from finetune.config import Config
 from finetune.data.prepare import Prepared
 from finetune.errors import ForecastError, OutOfMemoryError
 from finetune.export import publish
+from finetune.forecast import devices
 from finetune.forecast.fit import Fitted
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.levers import Lever
@@ -30,33 +30,32 @@ from finetune.training.checks import check
 from finetune.training.oom_retry import named
 
 
-def as_trained(planner: Planner, own_device: bool) -> Planner:
-    """`planner` for a job that will be trained: it follows the certificate of the machine's own device.
+def check_served(planner: Planner) -> None:
+    """Raise ConfigError, as training does, if what a job trains could not be exported as `output.serve` says.
 
-    Raises ConfigError, as training does, if what it trains could not be exported as `output.serve` says; that is known
-    where the base's files and the rows are on this machine.
+    That is known where the base's files and the rows are on this machine.
     """
     job = planner.job
     if planner.data and at_hand(job.model.name):
         run, tokenizer = RunDirectory(job.output.dir or "runs/unnamed"), load_tokenizer(job.model, job.data)
         publish.check_served(run, job, tokenizer, planner.data.kind)
-    return verdict.follow(planner, own_device)
 
 
 def plan(
     config: Config, architecture: Any, data: Prepared, device: torch.device, terminal: Terminal,
-    earlier: RunDirectory | None, certificate: Certificate,
+    earlier: RunDirectory | None, kernels_off: frozenset[str],
 ) -> tuple[Config, Forecast | None]:  # fmt: skip
     """The config with its `auto` settings fitted to the device, and the forecast of its step; the same on all ranks.
 
-    `earlier` is the run if there was an earlier start, which may have recorded smaller micro-batches. A job that does
+    `earlier` is the run if there was an earlier start, which may have recorded smaller micro-batches; `kernels_off` are
+    the fused kernels that it does without. A job that does
     not fit is refused with the levers that would help.
     """
 
     def of_first_rank() -> tuple[Config, Forecast | None]:
         if config.memory.check != "off" or not config.fitted:
             stage("forecasting the memory of a training step")
-        card = certificate.here(device, config.memory)
+        card = replace(devices.here(device, config.memory), kernels_off=tuple(sorted(kernels_off)))
         planner = Planner(reference_scores.decided(config, data), architecture, card, data, ranks.world_size())
         resolved, fitted = _resolved(planner, terminal)
         if earlier and (lowered := resume.lowered(resolved, earlier)):

@@ -6,7 +6,7 @@ Cheap checks come first, and ranks with different inputs fail before they wait f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from finetune.data import fingerprint
 from finetune.data.prepare import Prepared, check_ids, prepare
 from finetune.errors import ConfigError, DataError
 from finetune.export import publish
-from finetune.forecast import devices
+from finetune.forecast import devices, measured
 from finetune.forecast.planning import Planner, check_traceable
 from finetune.lifecycle import provenance, resume
 from finetune.lifecycle.session import Lock
@@ -44,8 +44,7 @@ from finetune.training.checks import check
 @dataclass(frozen=True)
 class JobInputs:
     """The inputs of a job. `attention` says which implementation was chosen and why; `started_from` is the name and
-    hash of the adapter that training starts from. `asked`: the keys that a certificate has replaced, as the user's
-    config has them; they are what is recorded, so that the same command goes on when another certificate stands.
+    hash of the adapter that training starts from.
     """
 
     tokenizer: Any
@@ -56,7 +55,6 @@ class JobInputs:
     environment: dict[str, Any]
     provenance: dict[str, Any]
     started_from: dict[str, Any] | None
-    asked: dict[str, Any] = field(default_factory=dict)
 
 
 def gather(
@@ -190,6 +188,7 @@ def _check_machine(config: Config, device: torch.device, note: Callable[[str], N
                 "`model.vision`: a process whose rows have no images has no gradient for the model of images, which "
                 "others would wait for; start one process, or set `frozen` and no `adapter.extra_modules`"
             )
+    measured.rates(device, note)
     environment = describe(device)
     provenance.refuse_other_ranks({"config": config.model_dump(mode="json"), "packages": environment["packages"]})
     return environment

@@ -130,9 +130,6 @@ def _job(
     if environment:
         several = f"{words.count(figures.processes)} x " if figures.processes > 1 else ""
         facts["device"] = several + words.device(environment, environment["device"]["type"])
-        if tried := environment.get("certificate"):
-            off = [f"{trial} is off ({reason})" for trial, reason in tried["off"].items()]
-            facts["tried on the device"] = "; ".join([f"{', '.join(tried['held']) or 'nothing'} held", *off])
     return list(facts.items())
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from finetune.runtime import segments
+from finetune.runtime import driver, segments
 
 _PACKAGES = (
     "finetune", "torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets", "tokenizers",
@@ -59,6 +59,19 @@ def _device(device: torch.device) -> dict[str, Any]:
         "compute_capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
         "expandable_segments": segments.grow(torch.cuda.current_device() if device.index is None else device.index),
+    }
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """The kind of a device and its driver, as JSON values: what kernels do depends on them."""
+    if device.type != "cuda":
+        return {"name": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "total_bytes": properties.total_memory,
+        "driver": driver.version(),
+        "cuda": torch.version.cuda,
     }
 
 

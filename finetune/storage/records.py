@@ -236,35 +236,6 @@ class ForecastRecord(TypedDict):
     by_length: NotRequired[list[UpTo]]
 
 
-@_class_record
-@dataclass(frozen=True)
-class TrialResult:
-    """The result of a trial of a device (`finetune.certificate.trials`): figures, and the `reason` if it failed.
-
-    `transient`: the reason may lie with what else the machine did at that moment, so the result is not kept.
-    """
-
-    trial: str
-    status: Literal["held", "failed", "slower", "skipped"]
-    reason: str = ""
-    figures: dict[str, NonNegative] = field(default_factory=dict)
-    transient: bool = False
-
-    @property
-    def is_off(self) -> bool:
-        """Whether what was tried is not to be used."""
-        return self.status in ("failed", "slower")
-
-
-@_dict_record
-class CertificateRecord(TypedDict):
-    """A certificate in the user's cache. `made_for`: device, driver, versions, code and job, which must be equal."""
-
-    format: Literal[1]
-    made_for: dict[str, Any]
-    results: list[TrialResult]
-
-
 @_dict_record
 class SplitFacts(TypedDict):
     rows: Count
@@ -456,7 +427,6 @@ ANSWERS = TypeAdapter(list[SampleAnswer])
 ENVIRONMENT = TypeAdapter(Environment)
 EVALUATION = TypeAdapter(EvaluationRecord)
 FORECAST = TypeAdapter(ForecastRecord)
-CERTIFICATE = TypeAdapter(CertificateRecord)
 DATA = TypeAdapter(DataFacts)
 OBJECT = TypeAdapter(dict[str, Any])
 WEIGHT_INDEX = TypeAdapter(WeightIndex)

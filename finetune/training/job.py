@@ -36,7 +36,7 @@ class TrainingJob:
     `architecture` is transformers' config of the base, which publishing needs without its files. `provenance` is
     written into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what short
     micro-batches recompute, where that is less than the config says. `kernels_off`: fused kernels, or `loss`, that the
-    device's certificate or the model itself rules out. `resident` is the base that runs of a sweep share.
+    device or the model itself rules out. `resident` is the base that runs of a sweep share.
     """
 
     config: Config

@@ -55,8 +55,8 @@ def _fuse(job: TrainingJob) -> tuple[kernels.Attached, set[str]]:
     if off and fused == "on":
         names = ", ".join(f"`{name}`" for name in off)
         raise ConfigError(
-            f"`kernels.fused: on`: {names} did not hold on this device, by its certificate or an earlier start of this "
-            "run; set `auto` or `off`"
+            f"`kernels.fused: on`: {names} ended an earlier process on such a device, or did not hold in an earlier "
+            "start of this run; set `auto` or `off`"
         )
     attached = kernels.attach(job.model, fused, triton=triton, without=off)
     fusing = attached.fusing
@@ -73,7 +73,7 @@ def _attach_loss(job: TrainingJob) -> set[str]:
     """Let the model score labels; `loss` if the fused one is not what this model's head computes."""
     if unbalanced := log_probs.attach(job.model):
         job.listener.note(unbalanced)
-    unlike = probe_table.run("scoring", Subject(job.config, job.model))
+    unlike = probe_table.run("scoring", Subject(job.config, job.model, off=job.kernels_off))
     if unlike and job.config.fused == "on" and "loss" not in job.kernels_off:
         raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
     for line in unlike:

@@ -1,22 +1,33 @@
 """The probes of a model before its first step, in the order in which they run: one table and one way to fail.
 
 A probe is a few short passes that show on the model at hand what a step relies on. It raises a FinetuneError where the
-job cannot be trained, and returns a line for each kernel, or other way to save time, that is to be turned off.
+job cannot be trained, and returns a line for each kernel, or other way to save time, that is to be turned off. What was
+tried when an earlier process ended on such a device (`model.probes.marker`) counts as refuted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch.distributed import ProcessGroup
 
 from finetune.config import Config
-from finetune.kernels import Attached, self_test
-from finetune.model.probes import causality, packed_rows, seeing, split_rows
+from finetune.errors import MachineError
+from finetune.kernels import KERNELS, Attached, self_test
+from finetune.model.attention import packing
+from finetune.model.distributed import context
+from finetune.model.probes import causality, marker, packed_rows, seeing, split_rows
 from finetune.model.source.vision import Vision
 from finetune.objectives import contract, log_probs
+
+LOSS = "loss"
+FUSED = (*KERNELS, LOSS)
+"""What `kernels.fused` turns on."""
+
+_ENDED = "an earlier process ended on such a device while {} was tried; `finetune doctor` says how to try it again"
 
 Stage = Literal["fused", "built", "scoring", "sharing", "split"]
 """How far the model is made: with its fused kernels, complete, with the head that scores labels, with packed segments
@@ -26,30 +37,45 @@ that share tokens, with rows split.
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to probe: the job's config, the kernels attached to it, the group that splits its rows, and the images of
-    its rows, if any.
+    """A model to probe: the job's config, the kernels attached to it and those that are off, the group that splits its
+    rows, and the images of its rows, if any.
     """
 
     config: Config
     model: Any
     attached: Attached | None = None
+    off: Collection[str] = ()
     group: ProcessGroup | None = None
     vision: Vision | None = None
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe: what it `shows`, the `stage` at which it runs, and the configs to which it `applies`."""
+    """A probe: what it `shows`, the `stage` at which it runs, and the configs to which it `applies`.
+
+    `remedy`: what a config sets to do without what it shows, if it can.
+    """
 
     shows: str
     stage: Stage
     run: Callable[[Subject], Sequence[str] | str | None]
     applies: Callable[[Config], bool] = lambda config: True
+    remedy: str = ""
 
 
 def _kernels(subject: Subject) -> Sequence[str]:
     assert subject.attached is not None
     return self_test.prove(subject.model, subject.attached)
+
+
+def _loss(subject: Subject) -> str | None:
+    return None if LOSS in subject.off else log_probs.prove(subject.model)
+
+
+def _sharing(subject: Subject) -> str | None:
+    if "sharing" in marker.ended(subject.model.device):
+        return f"a prompt is computed once for each answer, not for both: {_ENDED.format('that')}"
+    return packed_rows.prove_shared(subject.model)
 
 
 def _images(subject: Subject) -> None:
@@ -66,34 +92,69 @@ PROBES: dict[str, Probe] = {
     "kernels": Probe("fused kernels compute what they replace", "fused", _kernels),
     "packing": Probe(
         "packed rows do not see each other", "built", lambda subject: packed_rows.prove(subject.model),
-        lambda config: config.data.packing,
+        lambda config: config.data.packing, packing.REMEDY,
     ),
     "images": Probe(
         "the base takes what its processor makes of an image, whose gradient reaches what is trained alone", "built",
-        _images, lambda config: config.model.vision != "none",
+        _images, lambda config: config.model.vision != "none", "set `model.vision: none`",
     ),
     "causality": Probe("no token sees a later one", "built", lambda subject: causality.prove(subject.model)),
     "head": Probe(
         "labels are scored as by the model's own logits", "scoring", lambda subject: log_probs.check(subject.model)
     ),
-    "loss": Probe(
-        "the fused loss is TRL's", "scoring", lambda subject: log_probs.prove(subject.model),
-        lambda config: config.fused != "off",
+    LOSS: Probe(
+        "the fused loss is TRL's", "scoring", _loss, lambda config: config.fused != "off",
     ),
     "objective": Probe("sums of the objective add up over rows", "scoring", _objective),
     "sharing": Probe(
-        "a prompt computed once is seen by each answer as its own", "sharing",
-        lambda subject: packed_rows.prove_shared(subject.model),
+        "a prompt computed once is seen by each answer as its own", "sharing", _sharing,
     ),
     "context": Probe(
         "slices of a row score it as the whole row does", "split",
         lambda subject: split_rows.prove(subject.model, subject.group),
+        lambda config: config.distributed.context > 1, context.REMEDY,
     ),
 }  # fmt: skip
+
+# Passes of the whole model, with all kernels that are fused in it.
+_WHOLE = tuple(name for name, probe in PROBES.items() if not probe.remedy and name not in (LOSS, "sharing"))
 
 
 def run(stage: Stage, subject: Subject) -> list[str]:
     """Run the probes of a stage; a line for each kernel that was turned off. Raises FinetuneError."""
-    probes = [probe for probe in PROBES.values() if probe.stage == stage and probe.applies(subject.config)]
-    found = [probe.run(subject) or () for probe in probes]
-    return [line for lines in found for line in ([lines] if isinstance(lines, str) else lines)]
+    lines: list[str] = []
+    for name, probe in PROBES.items():
+        if probe.stage == stage and probe.applies(subject.config):
+            with marker.under_way(name, subject.model.device):
+                found = probe.run(subject) or ()
+            lines += [found] if isinstance(found, str) else found
+    return lines
+
+
+def kernels_off(ended: Collection[str]) -> frozenset[str]:
+    """The fused kernels, or `loss`, to do without after processes `ended` in these probes: all of them, if it was in
+    passes of the whole model that no config does without.
+    """
+    return frozenset(FUSED if {*_WHOLE} & {*ended} else {*FUSED} & {*ended})
+
+
+def off_on(device: torch.device) -> tuple[str, ...]:
+    """`kernels_off` after the processes that ended on such a device, by name."""
+    return tuple(sorted(kernels_off(marker.ended(device))))
+
+
+def left_out(config: Config, ended: Collection[str]) -> str | None:
+    """A line on the kernels that `config` does without after processes `ended` in these probes.
+
+    Raises MachineError if it asks for something else that one ended in.
+    """
+    for name, probe in PROBES.items():
+        if name in ended and probe.remedy and probe.applies(config):
+            raise MachineError(f"{_ENDED.format(f'that {probe.shows}')}; to do without, {probe.remedy}")
+    off = kernels_off(ended)
+    if config.fused == "off" or not off:
+        return None
+    tried = [f"that {PROBES[name].shows}" for name in _WHOLE if name in ended]
+    tried += [f"`{name}`" for name in FUSED if name in ended]
+    which = "none is fused" if off == {*FUSED} else f"`{'`, `'.join(sorted(off))}` off"
+    return f"kernels: {which}: {_ENDED.format(' and '.join(tried))}"

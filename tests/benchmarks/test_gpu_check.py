@@ -58,7 +58,7 @@ def test_every_gpu_test_is_in_one_slice() -> None:
 def test_the_slices_are_expected_to_end_in_time() -> None:
     """All of them take 40 minutes at most, the most telling first."""
     assert sum(one.seconds for one in gpu_slices.SLICES.values()) <= 60 * gpu_check.MINUTES == 2400
-    assert list(gpu_slices.SLICES)[:5] == ["environment", "certificate", "tests-kernels", "beside-7b", "loads"]
+    assert list(gpu_slices.SLICES)[:4] == ["environment", "tests-kernels", "beside-7b", "loads"]
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -212,16 +212,3 @@ def test_the_base_is_made_once_and_again_if_it_was_not_finished(
     assert (facts["parameters"], facts["file_bytes"]) == (7, 7)
     assert gpu_jobs.saved_weights(tmp_path / "cache", "a/base", "cpu") == (folder, facts)
     assert made == [folder]
-
-
-def test_the_certificate_is_kept_and_a_version_without_one_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work = gpu_jobs.Work("cuda", tmp_path, tmp_path, tmp_path)
-    errors = {2: "No such option: --certify", 4: "no GPU", 0: ""}
-    ends = [harness.Finished(code, 1.0, 1.0, "", text) for code, text in errors.items()]
-    monkeypatch.setattr(harness, "python", lambda *_, **__: ends.pop(0))
-    assert dict(gpu_slices.certificate(work)) == {"certificate": {"left_out": "this version has no `doctor --certify`"}}
-    assert dict(gpu_slices.certificate(work)) == {"certificate": {"passed": False, "exit_code": 4, "message": "no GPU"}}
-    (tmp_path / "certificate.json").write_text('{"results": []}')
-    assert dict(gpu_slices.certificate(work)) == {"certificate": {"passed": True, "exit_code": 0, "results": []}}

@@ -11,6 +11,7 @@ import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import measured_step
@@ -29,6 +30,7 @@ from finetune.kernels import fused_attention, head, lora, mlp, norm, ops, self_t
 from finetune.kernels.room import with_room
 from finetune.model import build
 from finetune.model.precision import autocast
+from finetune.model.probes import marker
 from finetune.model.recompute import checkpointing
 from finetune.objectives import log_probs
 
@@ -705,8 +707,9 @@ class _DeadGpu:
 
 
 def test_a_kernel_that_ends_the_context_is_the_machines_error_and_not_the_next_calls(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     gpu = _DeadGpu(monkeypatch)
     model, _ = made("llama")
     attached = kernels.attach(model, "on")
@@ -716,6 +719,7 @@ def test_a_kernel_that_ends_the_context_is_the_machines_error_and_not_the_next_c
             self_test.prove(model, attached)
     assert "illegal memory access" in str(dead.value)
     assert "\n" not in str(dead.value)
+    assert marker.ended(torch.device("cpu")) == {"attention"}, "the next start does without"
     gpu.broken = False
     log_probs.attach(model)
     monkeypatch.setattr(head, "_unfold_", gpu.break_in)

@@ -30,29 +30,31 @@ def attempt(refusal: Callable[[Exception], Exception] = Failed) -> Iterator[None
     """
     try:
         yield
-        _wait_for_gpu()
+        wait_for_gpu()
     except (torch.OutOfMemoryError, MemoryError, dist.DistError):
         raise
     except Exception as error:  # foreign code may raise anything
-        _refuse_dead_gpu(error)
+        if gpu_failed():
+            raise MachineError(
+                f"the GPU failed in a short pass of this model ({Failed(error)}), and this process cannot use it any "
+                "more; start again, without what was tried then, or set `kernels.fused: off` or `model.attention: sdpa`"
+            ) from error
         raise refusal(error) from error
 
 
-def _wait_for_gpu() -> None:
+def wait_for_gpu() -> None:
     """Wait for what was queued in the GPU, if one is in use: an error of a kernel is raised by a later call only."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
-def _refuse_dead_gpu(error: Exception) -> None:
-    """Raise MachineError if `error` has ended this process's CUDA context: then every call raises it once more."""
+def gpu_failed() -> bool:
+    """Whether an error has ended this process's CUDA context: then every call raises it once more."""
     try:
-        _wait_for_gpu()
+        wait_for_gpu()
     except RuntimeError:
-        raise MachineError(
-            f"the GPU failed in a short pass of this model ({Failed(error)}), and this process cannot use it any "
-            "more; set `kernels.fused: off` or, where it is off, `model.attention: sdpa`"
-        ) from error
+        return True
+    return False
 
 
 @contextlib.contextmanager
