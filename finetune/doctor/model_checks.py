@@ -207,7 +207,7 @@ def _structure(copy: Copy) -> str:
 def _weights(copy: Copy) -> str:
     """Make the small copy."""
     if not copy.base.exists():
-        model = small_copy.model_of(small_copy.config_of(copy.whole)).bfloat16()
+        model = small_copy.of(copy.whole).bfloat16()
         libraries.save_model(model, copy.base)
         rows = [{"text": f"{'Once more: ' * number}{number} times 7 makes {number * 7}."} for number in range(4)]
         (copy.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

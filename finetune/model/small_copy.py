@@ -114,14 +114,19 @@ def config_of(whole: Any) -> Any:
     return kind(**{name: value for name, value in {**kept, **small, **given}.items() if value is not None})
 
 
-def model_of(architecture: Any, most_parameters: int | None = None) -> Any:
-    """A model with random weights, none all zero, in float32. Raises ValueError above `most_parameters`."""
-    if most_parameters is not None:
-        bare = skeleton.weightless_base(
-            architecture, QuantizationSection(kind="none"), attention="eager", dtype=torch.float32
-        )
-        if bare.num_parameters() > most_parameters:
-            raise ValueError(f"a copy of {architecture.model_type} has {bare.num_parameters()} parameters")
+def of(whole: Any) -> Any:
+    """A small copy of a model with the config `whole` (`model_of`). Raises ValueError above MOST_PARAMETERS."""
+    architecture = config_of(whole)
+    bare = skeleton.weightless_base(
+        architecture, QuantizationSection(kind="none"), attention="eager", dtype=torch.float32
+    )
+    if bare.num_parameters() > MOST_PARAMETERS:
+        raise ValueError(f"a copy of {architecture.model_type} has {bare.num_parameters()} parameters")
+    return model_of(architecture)
+
+
+def model_of(architecture: Any) -> Any:
+    """A model with random weights, none all zero, in float32."""
     torch.manual_seed(0)
     made = skeleton.random_base(
         architecture,

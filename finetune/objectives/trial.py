@@ -43,7 +43,7 @@ def check_model(config: Config, architecture: Any, attention: str, adapter: Adap
 def _try_copy(architecture: Any) -> None:
     """Make passes through a small copy; one that cannot be made, or fails, says nothing about the model itself."""
     try:
-        model = small_copy.model_of(small_copy.config_of(architecture), small_copy.MOST_PARAMETERS).eval()
+        model = small_copy.of(architecture).eval()
         for layer in model.modules():
             if isinstance(layer, nn.Linear):  # initialised like a wide layer, a narrow one would return almost zero
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
