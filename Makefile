@@ -109,6 +109,7 @@ notebooks: $(DEV) ## Execute the notebooks.
 
 bench: $(DEV) ## Run the CPU benchmarks and write benchmarks/results/ (an hour).
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/log_probs.py
 	$(BIN)/python benchmarks/int8_cpu.py
 	$(BIN)/python benchmarks/batching.py
 	$(BIN)/python benchmarks/by_length.py

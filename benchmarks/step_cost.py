@@ -28,7 +28,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -39,6 +39,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import SFTTrainer
+from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
 import finetune
@@ -51,7 +52,7 @@ from finetune.forecast.fit import divisors
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.trace import Work
 from finetune.forecast.trace_recorder import TraceRecorder
-from finetune.kernels import mlp
+from finetune.kernels import mlp, ops
 from finetune.model.base import load_architecture
 from finetune.model.structure.quantization import with_kind
 from finetune.objectives import Objective
@@ -213,7 +214,10 @@ def rows_of(*, padded: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_trl() -> Iterator[None]:
-    """Within the block a traced step computes what `SFTTrainer` computes (trl 1.16)."""
+    """Within the block a traced step computes what `SFTTrainer` computes (trl 1.16).
+
+    Its Triton kernels cannot run on fake tensors: our operators that go over a tile as often are traced instead.
+    """
 
     def head(model: Any) -> None:
         add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
@@ -226,8 +230,32 @@ def as_trl() -> Iterator[None]:
         mock.patch.object(traced_step, "needs_mask", lambda *args: True),
         mock.patch.object(traced_step.log_probs, "attach", head),
         mock.patch.object(mlp, "tile", lambda module: None),
+        mock.patch.object(chunked_logprob, "_use_triton", lambda device: True),
+        mock.patch.object(chunked_logprob, "_forward_kernel", _Launched(_folded)),
+        mock.patch.object(chunked_logprob, "_backward_kernel", _Launched(_unfolded)),
+        mock.patch.object(chunked_logprob, "_addmm_fp32", ops.add_product_),
     ):
         yield
+
+
+class _Launched:
+    """A Triton kernel as Python calls it, `kernel[grid](...)`."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self._function
+
+
+def _folded(tile: torch.Tensor, stride: int, targets: torch.Tensor, *others: Any, **constants: Any) -> None:
+    ops.fold_logits_(tile.new_empty(3, len(tile), dtype=torch.float32), tile, targets, 0, 1.0, None, 1.0)
+
+
+def _unfolded(
+    tile: torch.Tensor, stride: int, targets: torch.Tensor, log_z: torch.Tensor, *others: Any, **constants: Any
+) -> None:
+    ops.unfold_logits_(tile, targets, log_z, log_z, 0, 1.0, None, 1.0)
 
 
 def _trainer(model: Any) -> Any:

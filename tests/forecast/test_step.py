@@ -184,7 +184,7 @@ def test_more_accumulation_adds_the_gradients_of_the_micro_batches_before() -> N
 
 @pytest.mark.slow
 def test_layer_inputs_on_the_host_are_managed_memory_on_a_card_and_nothing_on_a_cpu() -> None:
-    model = tiny_models.architecture(layers=3)
+    model = tiny_models.architecture(layers=6)
     batch = LargestBatch(rows=2, tokens=512, padded=False, trained_tokens=1022)
     there, here = (
         tiny_models.config(kernels__fused="off", memory__offload=offload) for offload in ("checkpoints", "none")
@@ -195,7 +195,7 @@ def test_layer_inputs_on_the_host_are_managed_memory_on_a_card_and_nothing_on_a_
         return job_forecast.make(trace, where, batch, "sdpa", replay.RunSetting())
 
     card = tiny_models.card()
-    inputs = 3 * 2 * 512 * 64 * 2  # layers, rows, tokens, width, bytes
+    inputs = 6 * 2 * 512 * 64 * 2  # layers, rows, tokens, width, bytes
     on_host, on_card = made(there, card), made(here, card)
     assert on_host.host_bytes - on_card.host_bytes >= inputs
     assert on_card.phases["forward"]["allocated_bytes"] - on_host.phases["forward"]["allocated_bytes"] >= inputs // 2
@@ -249,6 +249,7 @@ def test_memory_and_work_grow_in_proportion_to_a_row_longer_than_its_windows(whe
 @pytest.mark.slow
 def test_packed_rows_on_a_card_take_the_variable_length_kernel_and_no_more_than_padded_ones() -> None:
     model = tiny_models.architecture(layers=2)
+    model.vocab_size = 1024
     padded = LargestBatch(rows=4, tokens=256, padded=True, trained_tokens=1020)
     packed = LargestBatch(rows=1, tokens=1024, padded=False, trained_tokens=1020, packed=(256,) * 4)
     card = tiny_models.card()
@@ -331,6 +332,7 @@ def test_what_a_layer_keeps_takes_memory_and_is_not_computed_again() -> None:
             tiny_models.config(kernels__fused="off", memory__checkpointing=level),
             tiny_models.architecture(layers=2),
             where=tiny_models.card(),
+            batch=LargestBatch(rows=2, tokens=512, padded=False, trained_tokens=1022),
         )
         for level in LEVELS
     }
