@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ def like(device: Device, recorder: TraceRecorder, mode: FakeTensorMode | None = 
         if device.type == "cpu":
             stack.enter_context(_random_states())
         if device.type == "cuda":
-            stack.enter_context(_loss_on_cuda(device.triton, recorder))
             stack.enter_context(patches.OFFLOAD_COPIES.by(lambda device: copies))
         yield mode or FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -86,40 +84,6 @@ def _random_states() -> Iterator[None]:
         patches.SET_RNG_STATE.by(lambda state: None),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _loss_on_cuda(triton: bool, recorder: TraceRecorder) -> Iterator[None]:
-    """Take the path of TRL's tiled loss on CUDA: labelled positions only, Triton kernels that work in place (trl 1.16).
-
-    Without `triton` it is as `libraries.without_triton` leaves it: the same tiles, folded by torch's operators.
-    """
-
-    def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        # On CUDA this is one product added into `total`. Here an equally large one is written into part of it, to be
-        # counted.
-        torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])
-
-    with (
-        patches.TILES_USE_TRITON.by(lambda device: triton),
-        patches.HEAD_LABELLED_ONLY.by(lambda device: True),
-        patches.TILES_TRITON.by(SimpleNamespace(cdiv=lambda number, grain: -(-number // grain))),
-        patches.TILES_FORWARD.by(_OverTile(recorder, passes=1)),
-        patches.TILES_BACKWARD.by(_OverTile(recorder, passes=2)),
-        patches.TILES_ADD_PRODUCT.by(add_product),
-    ):
-        yield
-
-
-class _OverTile:
-    """A Triton kernel as Python calls it, `kernel[grid](tile, ...)`: allocates nothing and passes over the tile."""
-
-    def __init__(self, recorder: TraceRecorder, passes: int) -> None:
-        self._recorder = recorder
-        self._passes = passes
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda tile, *args, **kwargs: self._recorder.launched(self._passes * tile.nbytes)
 
 
 class _TracedCopies(offload.Copies):

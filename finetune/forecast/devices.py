@@ -77,7 +77,7 @@ class Device:
 
     @property
     def operators(self) -> DeviceOperators:
-        return operator_costs.cuda() if self.type == "cuda" else operator_costs.cpu()
+        return operator_costs.cuda(triton=self.triton) if self.type == "cuda" else operator_costs.cpu()
 
     @property
     def workspace_bytes(self) -> int:
@@ -237,11 +237,9 @@ def _present(budget: int | None) -> Device:
 
 def _cpu(budget: int | None) -> Device:
     flops, fp32_flops, bandwidth, call = _cpu_rates()
-    # What a training process holds then, or soon: TRL's loss imports the first, with pandas and datasets (80 MiB), in
-    # its first backward pass, unless rows were prepared; every adapter the second (20 MiB, without scipy).
+    # What a training process holds then: every adapter imports it (20 MiB, without scipy).
     with patches.SCIPY.by(lambda: False):
-        for library in ("trl.trainer.utils", "peft"):
-            importlib.import_module(library)
+        importlib.import_module("peft")
     libraries.return_freed_memory()  # as loading the base does; measuring the rates leaves up to 60 MiB
     held = psutil.Process().memory_info().rss
     available = min(psutil.virtual_memory().available, left_by_control_groups()) + held

@@ -81,10 +81,14 @@ def cpu() -> DeviceOperators:
     )
 
 
-def cuda() -> DeviceOperators:
-    """A CUDA card, from compute capability 7.5 to 12.0: bitsandbytes' optimizers are single kernels there."""
+def cuda(*, triton: bool = True) -> DeviceOperators:
+    """A CUDA card, from compute capability 7.5 to 12.0: bitsandbytes' optimizers are single kernels there.
+
+    Without `triton` the loss is of torch's operators, as on a CPU.
+    """
     return DeviceOperators(
         python={
+            **({} if triton else fused.WITHOUT_TRITON),
             "aten::_grouped_mm": _grouped_product,
             "aten::slice_backward": _slice_backward,
             "bitsandbytes::gemm_4bit": _gemm_4bit,

@@ -261,12 +261,6 @@ class TraceRecorder(TorchDispatchMode):
         work.sent_bytes += sent_bytes
         work.swapped_bytes += swapped_bytes
 
-    def launched(self, moved_bytes: int) -> None:
-        """Count the launch of a kernel that is not an operator."""
-        work = self._stretch().work
-        work.calls += 1
-        work.moved_bytes += moved_bytes
-
     @contextlib.contextmanager
     def follow_layers(self) -> Iterator[None]:
         """In the context, assign an operator to the layer of its input: an optimizer goes from weight to weight."""

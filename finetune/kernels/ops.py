@@ -22,17 +22,23 @@ from torch.autograd.graph import increment_version
 from finetune.kernels.room import with_room
 from finetune.model.structure import packed as packed_weights
 from finetune.model.structure.packed import packing_of
+from finetune.runtime import libraries
 
 _library = torch.library.Library("finetune", "DEF")
 _aten = torch.ops.aten
 
 ON_CPU: dict[str, Callable[..., Any]] = {}
 """Each operator's program of torch's operators for a CPU, by full name such as `finetune::rms_norm`."""
+WITHOUT_TRITON: dict[str, Callable[..., Any]] = {}
+"""The programs that also run on CUDA where Triton does not: those of the loss, which no step can do without."""
 
 
-def _operator(schema: str, kernels: str = "triton_kernels") -> Callable[[Callable[..., Any]], Any]:
+def _operator(
+    schema: str, kernels: str = "triton_kernels", *, without_triton: bool = False
+) -> Callable[[Callable[..., Any]], Any]:
     """Make the operator of `schema` from its implementation for the CPU, whose name it takes, as does the function of
-    the module `kernels` that is called on CUDA.
+    the module `kernels` that is called on CUDA, or is the same if that is empty. `without_triton`: where Triton does
+    not run on CUDA, the implementation for the CPU does.
 
     `torch.library.custom_op` would do the same at 25 microseconds a call instead of 9.
     """
@@ -43,6 +49,8 @@ def _operator(schema: str, kernels: str = "triton_kernels") -> Callable[[Callabl
         name = program.__name__
 
         def on_cuda(*args: Any, **named: Any) -> Any:
+            if without_triton and libraries.triton_obstacle():
+                return program(*args, **named)
             module = importlib.import_module(f"finetune.kernels.{kernels}")
             increment_version(args[:written])
             with torch.cuda.device(args[0].device):
@@ -50,10 +58,12 @@ def _operator(schema: str, kernels: str = "triton_kernels") -> Callable[[Callabl
 
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, program, "CPU")
-        _library.impl(name, on_cuda, "CUDA")
+        _library.impl(name, on_cuda if kernels else program, "CUDA")
         if schema.endswith("-> ()"):
             torch.library.register_fake(f"finetune::{name}", lambda *args, **named: None, lib=_library)
         ON_CPU[f"finetune::{name}"] = program
+        if without_triton:
+            WITHOUT_TRITON[f"finetune::{name}"] = program
         return getattr(torch.ops.finetune, name).default
 
     return define
@@ -279,10 +289,10 @@ def decode_packed_(out: Tensor, codes: Tensor, scales: Tensor, form: str) -> Non
     packed_weights.decode(form, codes, scales, out)
 
 
-@_operator("(Tensor(a!) out, Tensor left, Tensor right, Tensor? bias=None, float scale=1.0) -> ()")
+@_operator("(Tensor(a!) out, Tensor left, Tensor right, Tensor? bias=None, float scale=1.0) -> ()", "")
 def multiply_(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
     """Write scale * left right + bias (columns) into `out`."""
-    if _is_native(left.dtype):
+    if _is_native(left):
         torch.addmm(out if bias is None else bias, left, right, beta=0 if bias is None else 1, alpha=scale, out=out)
         return
     wide = left.float() @ right.float()
@@ -290,10 +300,14 @@ def multiply_(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = No
     out.copy_(wide if bias is None else wide.add_(bias))
 
 
-@_operator("(Tensor(a!) total, Tensor left, Tensor right) -> ()")
+@_operator("(Tensor(a!) total, Tensor left, Tensor right) -> ()", "")
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left right to `total`."""
-    if _is_native(left.dtype):
+    """Add left right to `total`, which may be in float32 beside factors of 16 bit."""
+    if total.dtype is not left.dtype and left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    elif total.dtype is not left.dtype:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+    elif _is_native(left):
         total.addmm_(left, right)
     else:
         total.add_(left.float() @ right.float())
@@ -312,7 +326,7 @@ def multiply_joined_(out: Tensor, left: Tensor, right: Tensor, end: int) -> None
 @_operator("(Tensor left, Tensor right, ScalarType dtype) -> Tensor")
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """left right in `dtype`. On CUDA its sums of 16-bit factors are float32's; a CPU may round them on the way."""
-    if _is_native(left.dtype):
+    if _is_native(left):
         return torch.mm(left, right).to(dtype)
     return (left.float() @ right.float()).to(dtype)
 
@@ -322,8 +336,12 @@ def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
 
 
+def _is_native(factor: Tensor) -> bool:
+    return not factor.is_cpu or _on_this_cpu(factor.dtype)
+
+
 @functools.cache
-def _is_native(dtype: torch.dtype) -> bool:
+def _on_this_cpu(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for products of `dtype`.
 
     Without them oneDNN emulates such products: 6 to 9 times slower than float32 copies and their product, which also
@@ -331,6 +349,75 @@ def _is_native(dtype: torch.dtype) -> bool:
     """
     unit = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}.get(dtype)
     return unit is None or bool(torch.cpu.get_capabilities().get(unit))
+
+
+# Values of a block of logits. Smaller ones are no faster (2**16 to 2**20, 2026-11), and a trace goes through them all.
+_LOGITS = 2**20
+
+
+@_operator(
+    "(Tensor(a!) sums, Tensor logits, Tensor labels, int start, float scale, float? softcap, float inverse) -> ()",
+    without_triton=True,
+)
+def fold_logits_(
+    sums: Tensor, logits: Tensor, labels: Tensor, start: int, scale: float, softcap: float | None, inverse: float
+) -> None:
+    """Add a tile of logits, the words from `start` on, to what is known of each token's.
+
+    `sums` (3, tokens): the largest logit, the sum of exponentials of the others less this, and the logit of the label.
+    `logits` (tokens, columns) are as the head's product gives them; see `kernels.head` for the constants, of which
+    `inverse` is 1 / temperature.
+    """
+    for values, known, label in _blocks(logits, sums.t(), labels.unsqueeze(1), values_each=_LOGITS):
+        largest, total, of_label = known.unbind(1)
+        z = values.to(sums.dtype)
+        z = z * scale if scale != 1 else z
+        z = torch.tanh(z / softcap).mul_(softcap) if softcap is not None else z
+        z = z * inverse if inverse != 1 else z
+        new = torch.maximum(largest, z.amax(1))
+        total.mul_(torch.exp(largest - new)).add_(torch.exp_(z - new.unsqueeze(1)).sum(1))
+        largest.copy_(new)
+        column, inside = _columns(label, start, z.shape[1])
+        of_label.copy_(torch.where(inside, z.gather(1, column), of_label.unsqueeze(1)).squeeze(1))
+
+
+@_operator(
+    "(Tensor(a!) logits, Tensor labels, Tensor log_z, Tensor outer, int start, float scale, float? softcap, "
+    "float inverse) -> ()",
+    without_triton=True,
+)
+def unfold_logits_(
+    logits: Tensor, labels: Tensor, log_z: Tensor, outer: Tensor, start: int, scale: float, softcap: float | None,
+    inverse: float,
+) -> None:  # fmt: skip
+    """Replace a tile of logits by the gradient of `outer` (tokens,) times the log-probabilities, as of the product.
+
+    `log_z` (tokens,) is the logarithm of the sum of exponentials of all a token's logits. Otherwise as `fold_logits_`.
+    """
+    columns = labels.unsqueeze(1), log_z.unsqueeze(1), outer.unsqueeze(1)
+    for values, label, log_sum, factor in _blocks(logits, *columns, values_each=_LOGITS):
+        z = values.to(log_z.dtype)  # over the logits themselves, if they are of this type
+        z = z.mul_(scale) if scale != 1 else z
+        slope = None
+        if softcap is not None:
+            z.div_(softcap).tanh_()
+            slope = 1 - z * z
+            z.mul_(softcap)
+        z = z.mul_(inverse) if inverse != 1 else z
+        z.sub_(log_sum).exp_()
+        column, inside = _columns(label, start, z.shape[1])
+        z.scatter_add_(1, column, -inside.to(z.dtype))
+        z.mul_(factor * (-scale * inverse))
+        if slope is not None:
+            z *= slope
+        if z.dtype is not values.dtype:
+            values.copy_(z)
+
+
+def _columns(labels: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """The columns of labels in a tile of `count` that begins with the word `start`, and whether they are in it."""
+    local = labels - start
+    return local.clamp(0, count - 1), (local >= 0) & (local < count)
 
 
 def decode_(
@@ -361,16 +448,16 @@ def decode_(
 _BLOCK = 2**16
 
 
-def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+def _blocks(*tensors: Tensor, values_each: int = _BLOCK) -> Iterable[tuple[Tensor, ...]]:
     """Rows of tensors (..., width), a block at a time; all at once if few, or if no view (n, width) is possible."""
     first = tensors[0]
-    if first.numel() <= _BLOCK:
+    if first.numel() <= values_each:
         return [tensors]
     try:
         rows = [tensor.view(-1, tensor.shape[-1]) for tensor in tensors]
     except (RuntimeError, ValueError):  # the latter of tensors without values, in a forecast
         return [tensors]
-    each = max(_BLOCK // first.shape[-1], 1)
+    each = max(values_each // first.shape[-1], 1)
     return zip(*(tensor.split(each) for tensor in rows), strict=True)
 
 

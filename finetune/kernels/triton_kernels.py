@@ -311,6 +311,79 @@ def _tile_with_product(rank: int, factor: Tensor, sums: int, ahead: int) -> dict
     return {"ROWS": _ROWS, "WIDTH": width, "num_warps": 8, "num_stages": stages, "enable_fp_fusion": False}
 
 
+# -- logits ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _capped(y, scale, softcap, CAPPED: tl.constexpr):
+    """The logits before the temperature, and the slope of the cap."""
+    z, slope = y * scale, 1.0
+    if CAPPED:
+        tanh = 2 * tl.sigmoid(2 * z / softcap) - 1
+        z, slope = softcap * tanh, 1 - tanh * tanh
+    return z, slope
+
+
+@triton.jit
+def _fold_logits(
+    sums, logits, labels, tokens, columns, row_stride, start, scale, softcap, inverse, CAPPED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    row = logits + token * row_stride
+    largest, total = tl.load(sums + token), tl.load(sums + tokens + token)
+    for first in range(0, columns, WIDTH):
+        column = first + tl.arange(0, WIDTH)
+        inside = column < columns
+        z, _ = _capped(tl.load(row + column, inside, 0.0).to(tl.float32), scale, softcap, CAPPED)
+        z = tl.where(inside, z * inverse, -float("inf"))
+        new = tl.maximum(largest, tl.max(z, 0))
+        total = total * tl.exp(largest - new) + tl.sum(tl.exp(z - new), 0)
+        largest = new
+    tl.store(sums + token, largest)
+    tl.store(sums + tokens + token, total)
+    column = tl.load(labels + token) - start
+    if (column >= 0) & (column < columns):
+        z, _ = _capped(tl.load(row + column).to(tl.float32), scale, softcap, CAPPED)
+        tl.store(sums + 2 * tokens + token, z * inverse)
+
+
+@triton.jit
+def _unfold_logits(
+    logits, labels, log_z, outer, columns, row_stride, start, scale, softcap, inverse, CAPPED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    at, inside = logits + token * row_stride + column, column < columns
+    z, slope = _capped(tl.load(at, inside, 0.0).to(tl.float32), scale, softcap, CAPPED)
+    probability = tl.exp(z * inverse - tl.load(log_z + token))
+    is_label = (column + start == tl.load(labels + token)).to(tl.float32)
+    gradient = tl.load(outer + token) * (is_label - probability) * inverse * scale * slope
+    tl.store(at, gradient.to(logits.dtype.element_ty), inside)
+
+
+def fold_logits_(
+    sums: Tensor, logits: Tensor, labels: Tensor, start: int, scale: float, softcap: float | None, inverse: float
+) -> None:
+    _assert_along_rows(sums, logits, labels)
+    _fold_logits[len(logits),](
+        sums, logits, labels, sums.stride(0), logits.shape[1], logits.stride(0), start, scale, softcap or 1.0, inverse,
+        CAPPED=softcap is not None, WIDTH=_TILE, **_options(_TILE),
+    )  # fmt: skip
+
+
+def unfold_logits_(
+    logits: Tensor, labels: Tensor, log_z: Tensor, outer: Tensor, start: int, scale: float, softcap: float | None,
+    inverse: float,
+) -> None:  # fmt: skip
+    _assert_along_rows(logits, labels, log_z, outer)
+    _unfold_logits[len(logits), triton.cdiv(logits.shape[1], _TILE)](
+        logits, labels, log_z, outer, logits.shape[1], logits.stride(0), start, scale, softcap or 1.0, inverse,
+        CAPPED=softcap is not None, WIDTH=_TILE, **_options(_TILE),
+    )  # fmt: skip
+
+
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
@@ -401,16 +474,8 @@ def decode_int8_(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     _decode_int8[grid](out, codes, scales, out.shape[-1], out.stride(0), **sizes)
 
 
-def multiply_(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
-    torch.addmm(out if bias is None else bias, left, right, beta=0 if bias is None else 1, alpha=scale, out=out)
-
-
 def multiply_joined_(out: Tensor, left: Tensor, right: Tensor, end: int) -> None:
     torch.mm(left, right, out=out)
-
-
-def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    total.addmm_(left, right)
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

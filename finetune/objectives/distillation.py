@@ -41,14 +41,10 @@ def divergence(teacher: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 def _loss(nll_weight: float, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Statistics]:
     """The summed divergence of the trained tokens, with `nll_weight` times their cross-entropy; and their number."""
-    from finetune.objectives import teacher_scores
-
-    with teacher_scores.watched(batch) as watched:
-        scores = scored(model, batch)
-    [(teacher, own, trained)] = watched
+    scores = scored(model, batch, words=batch["teacher_ids"])
     count = scores.label_mask.sum()
     nats = -scores.log_probs.sum()
-    total = divergence(teacher, own).where(trained, 0).sum()
+    total = divergence(batch["teacher_log_probs"][:, 1:][scores.label_mask], scores.of_words).sum()
     if nll_weight:
         total = total + nll_weight * nats
     total, _ = with_balancing(total, count, model, scores)

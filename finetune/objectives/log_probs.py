@@ -3,20 +3,17 @@
 `model(**batch, fused_lm_head=True)` is one function made of parts that several modules own. From the outside in:
 
     context.split      in its block: whole rows become this rank's row slices, attention exchanges them
-    attach             for good: `fused_head` takes the hidden states and calls TRL's tiled function
-    tiles              in its block: the tokens of a tile, and whether `kernels.head.LogProbs` is that tiled function
-    kernels.head       `LogProbs`: the gradient together with the values, by TRL's kernels
-    libraries.without_triton, forecast.device_paths
-                       for the process, or in a trace: what stands for TRL's kernels where Triton does not run
+    attach             for good: `fused_head` takes the hidden states of the labelled tokens
+    tiles              in its block: the tokens of a tile, and whether a frozen head's gradient is computed ahead
+    kernels.head       the tiled function
 
-`check` and `prove` compare the whole with the model's own logits and with TRL's own function.
+`check` compares the whole with the model's own logits, and `prove` the gradient that is computed ahead with theirs.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,10 +25,7 @@ from finetune.model import probes
 from finetune.model.structure import experts, sequence_head
 from finetune.model.structure.packed import packing_of
 from finetune.objectives import fused_head
-from finetune.runtime import patches
 
-# Columns of logits that TRL's function takes at a time in the proof: on a CPU it makes as much of the head float32.
-_PROOF_COLUMNS = 1024
 # Root mean square of the difference from the model's own log-probabilities, in nats: that of a model without such a
 # step is below, but for what its type rounds of its largest logit.
 _UNLIKE = 1e-2
@@ -86,7 +80,7 @@ def _other_head(model: Any, how: str) -> ConfigError:
 
 
 def prove(model: Any) -> str | None:
-    """Compare the fused loss with TRL's on the model's own head; return a line if it fails or differs beyond rounding.
+    """Compare a gradient computed ahead with that of the head's whole logits; return a line if it fails or differs.
 
     Log-probabilities of a few tokens in two tiles and the gradient of their hidden states, under the autocast of a
     step. `model` must be attached.
@@ -95,55 +89,57 @@ def prove(model: Any) -> str | None:
         return None
     scores = model.get_output_embeddings()
     if any(weight is not None and weight.requires_grad for weight in (scores.weight, scores.bias)):
-        return None  # TRL's function computes everything then
-    unlike: str | None = None
-
-    def compared(hidden: torch.Tensor, *given: Any) -> tuple[torch.Tensor | None, ...]:
-        nonlocal unlike
-        weight, bias, labels, temperature, columns, *rest = given
-        given = (weight, bias, labels, temperature, min(columns, _PROOF_COLUMNS), *rest)
-        plain, fused = (_results(each, hidden, given) for each in (head.ChunkedLogProbFunction, head.LogProbs))
-        unlike = self_test.difference(fused, plain, head.dtype_of(hidden), "TRL computes")
-        return plain["output"], None, None, None, None
-
+        return None  # nothing is computed ahead then
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
     (ids,) = probes.rows(1, probes.TOKENS, model)
     try:
-        with (
-            probes.evaluating(model),
-            probes.attempt(),
-            torch.no_grad(),
-            tiles(probes.TOKENS // 2),
-            patches.HEAD_FUNCTION.by(SimpleNamespace(apply=compared)),
-        ):
-            model(input_ids=ids, labels=ids, fused_lm_head=True)
+        with probes.evaluating(model), probes.attempt():
+            with torch.no_grad():
+                hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+            with torch.enable_grad(), _tile(head.Tile(probes.TOKENS // 2, ahead=True)):
+                fused, plain = (_results(hidden, each, base, ids[:, 1:]) for each in (_tiled, _whole))
+            unlike = self_test.difference(fused, plain, head.dtype_of(hidden), "the whole logits give")
     except probes.Failed as failed:
         unlike = f"it fails on this model ({failed})"
     return unlike and f"kernels: `loss` is off: {unlike}"
 
 
-def _results(function: Any, hidden: torch.Tensor, given: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+def _results(hidden: torch.Tensor, function: Any, *given: Any) -> dict[str, torch.Tensor]:
     """Log-probabilities, and the gradient of the hidden states."""
     hidden = hidden.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        output, *_ = function.apply(hidden, *given)
+    output = function(hidden, *given)
     outer = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
     (gradient,) = torch.autograd.grad(output, hidden, outer)
     return {"output": output.detach(), "gradient of the hidden states": gradient}
 
 
-@contextlib.contextmanager
-def tiles(tokens: int, *, fused: bool = False) -> Iterator[None]:
-    """In the block, the head scores `tokens` tokens at a time (trl 1.16 reads a global in each call).
+def _tiled(hidden: torch.Tensor, model: Any, labels: torch.Tensor) -> Any:
+    return fused_head.scored(model, hidden, labels).log_probs
 
-    With `fused` the gradient is computed with the log-probabilities, and those of trained tokens alone on a CPU as
-    well.
+
+def _whole(hidden: torch.Tensor, model: Any, labels: torch.Tensor) -> Any:
+    logits = fused_head.logits_of(model.config.get_text_config())
+    z = model.get_output_embeddings()(hidden).float() * logits.scale
+    if logits.softcap is not None:
+        z = logits.softcap * torch.tanh(z / logits.softcap)
+    return z.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+def tiles(tokens: int, *, fused: bool = False) -> contextlib.AbstractContextManager[None]:
+    """In the block, the head scores `tokens` tokens at a time.
+
+    With `fused` the gradient is computed with the log-probabilities where the head is frozen.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patches.TILE_TOKENS.by(tokens))
-        if fused:
-            stack.enter_context(patches.HEAD_FUNCTION.by(head.LogProbs))
-            stack.enter_context(patches.HEAD_LABELLED_ONLY.by(lambda device: True))
+    return _tile(head.Tile(tokens, ahead=fused))
+
+
+@contextlib.contextmanager
+def _tile(tile: head.Tile) -> Iterator[None]:
+    before = fused_head.tile.set(tile)
+    try:
         yield
+    finally:
+        fused_head.tile.reset(before)
 
 
 def _prepare_balancing_loss(model: Any) -> str | None:

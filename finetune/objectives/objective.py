@@ -104,9 +104,10 @@ def cross_entropy(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]
     return -scores.log_probs.double().sum(), scores.label_mask.double().sum()
 
 
-def scored(model: Any, batch: Batch) -> Any:
-    """The model's output for a batch, which may hold other values too."""
-    return model(**{name: value for name, value in batch.items() if name in MODEL_INPUTS}, fused_lm_head=True)
+def scored(model: Any, batch: Batch, **more: torch.Tensor) -> Any:
+    """The model's output for a batch, which may hold other values too; `more` inputs are its head's."""
+    inputs = {name: value for name, value in batch.items() if name in MODEL_INPUTS}
+    return model(**inputs, **more, fused_lm_head=True)
 
 
 def by_sequence(values: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -106,7 +106,6 @@ def importing() -> Iterator[None]:
         listed_once = functools.cache(importlib.metadata.packages_distributions)
         with patches.PACKAGES_LISTING.by(listed_once), models_listed_once(), patches.SCIPY.by(lambda: False):
             yield
-        patches.GATHERED_HEAD.put_unimported(lambda *weights: contextlib.nullcontext())
         gc.freeze()
     finally:
         if collecting:
@@ -319,7 +318,7 @@ def triton_obstacle() -> str | None:
     """The reason why Triton cannot run kernels on this GPU, in one clause; None if it can. Cached for the process.
 
     Triton builds its launcher with a C compiler when the first kernel starts (triton, runtime/build.py), and a slim
-    container or a cluster node may lack one. TRL's loss has Triton kernels, and so does torch's outer product, which
+    container or a cluster node may lack one. The loss has Triton kernels, and so does torch's outer product, which
     every rotary embedding uses (torch 2.13, torch/_native/ops/bmm_outer_product).
     """
     try:
@@ -334,13 +333,11 @@ def triton_obstacle() -> str | None:
 
 
 def without_triton() -> None:
-    """Make TRL's loss and torch's outer product use torch's own operators on a GPU instead of Triton kernels.
+    """Make torch's outer product use other operators on a GPU instead of its Triton kernel, as `kernels.ops` does.
 
-    TRL's loss still scores labelled positions only, as with its kernels (trl 1.16). A model's kernels from other
-    packages, such as mamba-ssm, are not affected.
+    A model's kernels from other packages, such as mamba-ssm, are not affected.
     """
     from torch import backends
 
-    patches.TILES_USE_TRITON.put(lambda device: False)
     if native := getattr(backends, "python_native", None):  # torch 2.11 has no such kernels
         native.triton.disable()

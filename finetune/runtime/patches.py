@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 _ABSENT = object()
@@ -85,15 +83,6 @@ class Patch:
 
         return undo
 
-    def put_unimported(self, value: Any) -> None:
-        """Give the attribute this value without importing its module, unless that is imported already.
-
-        A stand-in takes the module's place, until anything else is asked of it.
-        """
-        module = self.target.partition(":")[0]
-        if module not in sys.modules:
-            sys.modules[module] = _Unimported(module, {self.attribute: value})
-
     @contextlib.contextmanager
     def in_table(self, table: Any, key: str, value: Any) -> Iterator[None]:
         """In the block, put `value` before the functions that a library's table has for `key`."""
@@ -110,25 +99,9 @@ class Patch:
         return torch.library.Library(self.target.split(":ops.")[1].split(".")[0], "IMPL", dispatch_key)
 
 
-class _Unimported(ModuleType):
-    """Stands for a module with the attributes it is given, and imports it when it is asked for another one."""
-
-    def __init__(self, name: str, given: dict[str, Any]) -> None:
-        super().__init__(name)
-        vars(self).update(given)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what the import system looks for
-            raise AttributeError(name)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
-
-
 _FAKE_CUDA = "CUDA tensors can be fake on a machine without CUDA."
 _FAKE_STATE = "a fake mode covers the generator's state."
 _FAKE_4BIT = "bitsandbytes' parameters can be fake."
-_TRITON_OPERATORS = "the kernels are operators with fake implementations."
 _SWITCH = "it can be switched off."
 
 
@@ -452,62 +425,6 @@ DORA_DEQUANTIZE = Patch(
     _FAKE_4BIT,
 )
 
-# -- TRL ---------------------------------------------------------------------------------------------------------------
-
-GATHERED_HEAD = Patch(
-    "trl.trainer.utils:maybe_gather_lm_head_ctx",
-    "trl 1.16",
-    "(*params)",
-    "The tiled loss imports it in its backward pass, and with it pandas and the trainers; it is for weights of "
-    "DeepSpeed by way of transformers.",
-    "the kernels import nothing of the trainers.",
-)
-TILES_USE_TRITON = Patch(
-    "trl.kernels.chunked_logprob:_use_triton",
-    "trl 1.16",
-    "(device)",
-    "Without a C compiler the loss falls back to torch; a trace of CUDA takes Triton's path.",
-    "TRL has a setting for it.",
-)
-TILE_TOKENS = Patch(
-    "trl.kernels.chunked_logprob:TOKEN_CHUNK_SIZE",
-    "trl 1.16",
-    "int",
-    "The size of a tile is planned with the memory of a step.",
-    "`ChunkedLogProbFunction` takes the number of tokens.",
-)
-TILES_TRITON = Patch(
-    "trl.kernels.chunked_logprob:triton",
-    "trl 1.16",
-    "module",
-    "A trace of CUDA needs `triton.cdiv` without Triton.",
-    "the grid is computed without Triton.",
-)
-TILES_FORWARD = Patch(
-    "trl.kernels.chunked_logprob:_forward_kernel",
-    "trl 1.16",
-    "(mm_ptr, mm_stride, targets_ptr, max_ptr, sum_exp_ptr, x_sum_exp_ptr, sq_sum_exp_ptr, z_sum_ptr, "
-    "max_before_target_ptr, target_logit_ptr, vocab_start, n_cols, logit_scale, softcap, inv_t, HAS_SOFTCAP, "
-    "HAS_ENTROPY, HAS_LOG_SUM_SQ_PROBS, HAS_MEAN_LOGITS, HAS_IS_TOP1, BLOCK_SIZE)",
-    "A Triton kernel cannot run on fake tensors; a trace counts its passes over the tile.",
-    _TRITON_OPERATORS,
-)
-TILES_BACKWARD = Patch(
-    "trl.kernels.chunked_logprob:_backward_kernel",
-    "trl 1.16",
-    "(mm_ptr, mm_stride, targets_ptr, log_z_ptr, entropy_ptr, grad_logprobs_ptr, grad_entropy_ptr, vocab_start, "
-    "n_cols, logit_scale, softcap, inv_t, HAS_SOFTCAP, HAS_LOGPROB_GRAD, HAS_ENTROPY_GRAD, BLOCK_SIZE)",
-    "As the forward kernel.",
-    _TRITON_OPERATORS,
-)
-TILES_ADD_PRODUCT = Patch(
-    "trl.kernels.chunked_logprob:_addmm_fp32",
-    "trl 1.16",
-    "(acc, a, b)",
-    "On a CPU it makes float32 copies that it does not make on CUDA.",
-    _FAKE_CUDA,
-)
-
 # -- bitsandbytes ------------------------------------------------------------------------------------------------------
 
 SYNC_GPU = Patch(
@@ -587,10 +504,10 @@ SHARED_MEMORY = Patch(
 
 PACKAGES_LISTING = Patch(
     "importlib.metadata:packages_distributions",
-    "transformers 5.23, trl 1.16",
+    "transformers 5.23",
     "()",
-    "On import both read the metadata of all installed packages.",
-    "one of them asks for the packages that it looks for.",
+    "On import it reads the metadata of all installed packages, more than once.",
+    "it asks for the packages that it looks for.",
 )
 HUB_OFFLINE = Patch(
     "huggingface_hub.constants:HF_HUB_OFFLINE",
@@ -616,21 +533,6 @@ TASK_COMMIT = Patch(
 
 # -- finetune itself, where a trace or a kernel takes another path than a step -----------------------------------------
 
-HEAD_FUNCTION = Patch(
-    "finetune.objectives.fused_head:tiled",
-    "finetune",
-    "(ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=..., logit_scale=..., "
-    "outputs=...)",
-    "The kernel `loss` computes the gradient with the log-probabilities; a teacher's tokens are scored besides.",
-    "the function of a pass is an argument of the model.",
-)
-HEAD_LABELLED_ONLY = Patch(
-    "finetune.objectives.fused_head:scores_labelled",
-    "finetune",
-    "(device)",
-    "The kernel `loss` scores labelled tokens alone on a CPU as well, and so does a trace of CUDA.",
-    "the plain loss does so on a CPU.",
-)
 OFFLOAD_COPIES = Patch(
     "finetune.model.recompute.offload:copies_of",
     "finetune",

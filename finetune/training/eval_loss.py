@@ -1,7 +1,7 @@
 """The loss on the evaluation set, in nats per trained token over all rows, independent of the micro-batch size.
 
 transformers' own evaluation averages the mean losses of batches, so a short answer counts as much as a long one and the
-result depends on the batch size. No logits are kept: TRL's fused head scores the tokens in tiles.
+result depends on the batch size. No logits are kept: tokens are scored in tiles.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ PROBES: dict[str, Probe] = {
         "labels are scored as by the model's own logits", "scoring", lambda subject: log_probs.check(subject.model)
     ),
     LOSS: Probe(
-        "the fused loss is TRL's", "scoring", _loss, lambda config: config.fused != "off",
+        "the fused loss is that of the head's logits", "scoring", _loss, lambda config: config.fused != "off",
     ),
     "objective": Probe("sums of the objective add up over rows", "scoring", _objective),
     "sharing": Probe(

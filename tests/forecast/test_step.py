@@ -72,9 +72,6 @@ def modules_replaced() -> list[tuple[Any, list[str]]]:
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
     from transformers import masking_utils
-    from trl.kernels import chunked_logprob
-
-    from finetune.objectives import fused_head
 
     names: list[tuple[Any, list[str]]] = [
         (masking_utils, ["is_tracing"]),
@@ -84,8 +81,6 @@ def modules_replaced() -> list[tuple[Any, list[str]]]:
         (torch, ["is_autocast_enabled"]),
         (optimizer, ["_get_foreach_kernels_supported_devices", "_foreach_supported_types"]),
         (_foreach_utils, ["_foreach_supported_types"]),
-        (fused_head, ["scores_labelled"]),
-        (chunked_logprob, ["_use_triton", "triton", "_forward_kernel", "_backward_kernel", "_addmm_fp32"]),
     ]
     return names
 

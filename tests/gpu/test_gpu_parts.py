@@ -9,10 +9,10 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl.kernels import chunked_logprob
 
 from finetune.config import AdapterSection, MemorySection, ModelSection, OptimizerSection, QuantizationSection
 from finetune.data.batching import MicroBatching
+from finetune.kernels.head import Tile, log_probs
 from finetune.model.adapters import adapter
 from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture, load_base
@@ -317,12 +317,12 @@ def test_the_loss_by_tritons_kernels_is_that_of_torchs_operators(
 
     def loss() -> tuple[torch.Tensor, torch.Tensor]:
         leaf = hidden.clone().requires_grad_()
-        found = chunked_logprob.ChunkedLogProbFunction.apply(leaf, head, None, targets, 1.0, 512)[0].sum()
+        found = log_probs(leaf, head, None, targets, tile=Tile(32, 600)).sum()
         found.backward()
         return found.detach(), leaf.grad
 
     by_kernels = loss()
-    monkeypatch.setattr(chunked_logprob, "_use_triton", lambda device: False)
+    monkeypatch.setattr(libraries, "triton_obstacle", lambda: "it is switched off")
     for mine, expected in zip(loss(), by_kernels, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
 

@@ -18,10 +18,8 @@ with libraries.importing():  # as the command line does
     from triton import knobs
     from triton import language as tl
     from triton.runtime import interpreter
-    from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 
     from finetune.kernels import decoding_kernels, ops, triton_kernels
-    from finetune.kernels.head import LogProbs
     from finetune.model.structure import eight_bit, packed
 
 # From Triton's tiles, whose sizes are powers of two: less than one, one, and more than one with a rest.
@@ -318,20 +316,23 @@ def test_rows_that_lie_further_apart_than_32_bits_reach() -> None:
 
 @dtypes
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_a_frozen_head(dtype: torch.dtype, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's kernels as `LogProbs` calls them, over two tiles of logits and several blocks of columns."""
-    head, labels, outer = torch.randn(1500, 32).to(dtype), torch.randint(1500, (40,)), torch.rand(40)
-    start = torch.randn(40, 32).to(dtype)
-    monkeypatch.setattr(chunked_logprob, "TOKEN_CHUNK_SIZE", 32)
-
-    def scores(function: Any, *, kernels: bool) -> tuple[Tensor, Tensor]:
-        monkeypatch.setattr(chunked_logprob, "_use_triton", lambda device: kernels)
-        hidden = start.clone().requires_grad_()
-        found, *_ = function.apply(hidden, head, None, labels, 0.7, 8192, softcap, 0.5, ("log_probs",))
-        (found * outer).sum().backward()
-        return found.detach(), hidden.grad
-
-    found, gradient = scores(LogProbs, kernels=True)
-    expected, plain = scores(ChunkedLogProbFunction, kernels=False)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert (gradient - plain).float().norm() <= (1e-5 if dtype == torch.float32 else 0.01) * plain.float().norm()
+def test_logits(dtype: torch.dtype, softcap: float | None) -> None:
+    """Two tiles of columns, the second in the larger first one's room, and labels in both and in neither."""
+    words, constants = torch.randn(40, 5000).to(dtype), (0.5, softcap, 1.4)
+    labels, outer = torch.randint(5100, (40,)), torch.rand(40)
+    folded = []
+    for program in (triton_kernels, ops):
+        sums = torch.zeros(3, 40)
+        sums[0] = -torch.inf
+        for start, end in ((0, 3000), (3000, 5000)):
+            program.fold_logits_(sums, words[:, start:end], labels, start, *constants)
+        folded.append(sums)
+    torch.testing.assert_close(*folded, rtol=1e-5, atol=1e-5)
+    log_z = folded[1][1].log() + folded[1][0]
+    made = []
+    for program in (triton_kernels, ops):
+        gradient = words.clone()
+        for start, end in ((0, 3000), (3000, 5000)):
+            program.unfold_logits_(gradient[:, start:end], labels, log_z, outer, start, *constants)
+        made.append(gradient)
+    assert_one_rounding(made[0], made[1])

@@ -26,7 +26,7 @@ import finetune
 from finetune import kernels
 from finetune.config import Config
 from finetune.errors import ConfigError, MachineError
-from finetune.kernels import fused_attention, head, lora, mlp, norm, ops, self_test
+from finetune.kernels import fused_attention, lora, mlp, norm, ops, self_test
 from finetune.kernels.room import with_room
 from finetune.model import build
 from finetune.model.precision import autocast
@@ -722,12 +722,12 @@ def test_a_kernel_that_ends_the_context_is_the_machines_error_and_not_the_next_c
     assert marker.ended(torch.device("cpu")) == {"attention"}, "the next start does without"
     gpu.broken = False
     log_probs.attach(model)
-    monkeypatch.setattr(head, "_unfold_", gpu.break_in)
+    monkeypatch.setattr(ops, "unfold_logits_", gpu.break_in)
     with pytest.raises(MachineError, match=r"set `kernels\.fused: off`"):
         log_probs.prove(model)
 
 
-def wrong_by_a_fifth(*given: Any, right: Callable[..., None] = head._unfold_) -> None:
+def wrong_by_a_fifth(*given: Any, right: Callable[..., None] = ops.unfold_logits_) -> None:
     right(*given)
     given[0].mul_(1.2)
 
@@ -741,8 +741,8 @@ def failing(*given: Any) -> None:
     [
         (
             wrong_by_a_fifth,
-            "kernels: `loss` is off: its gradient of the hidden states differs by 20.0% from what TRL computes, more "
-            "than rounding explains",
+            "kernels: `loss` is off: its gradient of the hidden states differs by 20.0% from what the whole "
+            "logits give, more than rounding explains",
         ),
         (failing, "kernels: `loss` is off: it fails on this model (RuntimeError: no kernel image is available)"),
     ],
@@ -751,7 +751,7 @@ def failing(*given: Any) -> None:
 def test_a_loss_that_computes_something_else_or_fails_is_named(
     unfold: Callable[..., None], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "_unfold_", unfold)
+    monkeypatch.setattr(ops, "unfold_logits_", unfold)
     model, _ = made("llama")
     log_probs.attach(model)
     assert log_probs.prove(model) == line
@@ -829,10 +829,10 @@ def test_on_refuses_a_model_for_which_a_kernel_fails(
 def test_a_loss_that_fails_is_off_for_the_run_and_on_refuses_it(
     quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(head, "_unfold_", failing)
+    monkeypatch.setattr(log_probs, "_tiled", failing)
     with pytest.raises(ConfigError, match=r"`kernels\.fused: on`: kernels: `loss` is off: it fails"):
         finetune.train(quick("kernels.fused=on"))
-    finetune.train(quick("kernels.fused=auto", run="auto"))  # with TRL's function, as ours would fail
+    finetune.train(quick("kernels.fused=auto", run="auto"))  # without what fails
     assert "kernels: `loss` is off: it fails on this model" in capsys.readouterr().out
 
 

@@ -18,7 +18,6 @@ from finetune.data.prepare import prepare
 from finetune.errors import ConfigError, DataError
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives.distillation import divergence
-from finetune.objectives.teacher_scores import _Logits
 from finetune.storage.rundir import RunDirectory
 
 K = 4
@@ -117,20 +116,6 @@ def test_a_head_that_scales_and_caps_its_logits_has_the_same_divergence(job, tmp
     with torch.no_grad():
         total = by_whole_logits(loop.step.model, content, 0)
     assert loss == pytest.approx(float(total) / sum(row["trained"] for row in content), rel=1e-5)
-
-
-def test_logits_of_chosen_ids_are_those_of_the_whole_head_in_tiles_of_any_size() -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(size, generator=generator, requires_grad=True) for size in ((7, 8), (30, 8)))
-    ids = torch.randint(0, 30, (7, 3), generator=generator)
-    outer = torch.randn(7, 3, generator=generator)
-    whole = (hidden @ weight.t()).gather(1, ids)
-    expected = torch.autograd.grad(whole, (hidden, weight), outer)
-    for each in (1, 3, 7):
-        logits = _Logits.apply(hidden, weight, ids, each)
-        torch.testing.assert_close(logits, whole, rtol=1e-6, atol=1e-6)
-        for one, other in zip(torch.autograd.grad(logits, (hidden, weight), outer), expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_a_teacher_that_is_the_base_has_nothing_to_teach(job, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -51,11 +50,8 @@ def installed_signature(entry: Patch) -> str:
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_target_exists_with_the_signature_it_was_read_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_exists_with_the_signature_it_was_read_with(name: str) -> None:
     entry = ENTRIES[name]
-    module = entry.target.partition(":")[0]
-    if isinstance(sys.modules.get(module), patches._Unimported):
-        monkeypatch.delitem(sys.modules, module)
     for package in (entry.target.partition(":")[0].partition(".")[0], *re.findall(r"[a-z_]+(?= )", entry.read_at)):
         if package in {"deepspeed", "lm_eval", "triton"} and importlib.util.find_spec(package) is None:
             pytest.skip(f"the optional package {package} is not installed")
@@ -131,26 +127,6 @@ def test_an_entry_for_objects_takes_its_object_and_no_other_does() -> None:
         patches.TIE_WEIGHTS.put(lambda: None)
     with pytest.raises(AssertionError, match="sync_gpu"):
         patches.SYNC_GPU.put(lambda tensor: None, libraries)
-
-
-def test_a_module_is_not_imported_until_more_than_its_replaced_attribute_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "imported_later.py").write_text("one, two = 1, 2\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "imported_later", raising=False)
-    entry = Patch("imported_later:one", "made 1", "()", "Why.", "Until.")
-
-    def ask(name: str) -> Any:
-        return getattr(__import__("imported_later", fromlist=[name]), name)
-
-    entry.put_unimported(3)
-    assert ask("one") == 3
-    assert not hasattr(sys.modules["imported_later"], "__file__")
-    assert ask("two") == 2
-    assert ask("one") == 1
-    entry.put_unimported(3)
-    assert ask("one") == 1, "it was imported"
 
 
 def test_the_page_is_made_from_the_registry() -> None:

@@ -5,6 +5,9 @@ There is no GPU here; a stand-in of Triton's few names fails as the real one doe
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,19 +19,17 @@ import pytest
 import tiny_models
 import torch
 from messages import refusal, reported
-from steps import assert_gradients_close, gradients, micro_batches, ready
 from torch.backends import python_native
-from trl.kernels import chunked_logprob
 
 import finetune
 from finetune.data.batching import LargestBatch
 from finetune.doctor import machine
 from finetune.errors import MachineError
 from finetune.forecast import devices, job_forecast, replay
+from finetune.kernels import ops
 from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model.attention import backends
 from finetune.model.precision import of_card
-from finetune.objectives import fused_head
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
 
@@ -71,9 +72,8 @@ def forget() -> None:
 
 
 @pytest.fixture
-def avoided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def avoided() -> Iterator[None]:
     """What a process does without Triton, for the length of a test."""
-    monkeypatch.setattr(chunked_logprob, "_use_triton", chunked_logprob._use_triton)
     libraries.without_triton()
     yield
     python_native.triton.enable()
@@ -127,30 +127,25 @@ def test_a_full_card_is_out_of_memory_and_not_an_obstacle(triton) -> None:
 
 
 def test_without_it_no_library_takes_its_kernels_on_a_gpu(avoided) -> None:
-    assert not chunked_logprob._use_triton(CUDA)
-    assert fused_head.scores_labelled(CUDA), "places without a label are left out all the same"
-    assert not fused_head.scores_labelled(torch.device("cpu"))
     assert not python_native.triton.enabled
 
 
-@pytest.mark.slow
-def test_the_loss_of_labelled_positions_alone_is_the_loss(avoided, quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = ready(quick("quantization.kind=none", "training.precision=fp32"))
-    inputs = micro_batches(loop, range(4), 2)
-    loss, expected = gradients(loop, inputs)
-    scored: list[int] = []
-    forward = chunked_logprob.ChunkedLogProbFunction.forward
-
-    def counted(ctx: Any, hidden: torch.Tensor, *rest: Any) -> Any:
-        scored.append(len(hidden))
-        return forward(ctx, hidden, *rest)
-
-    monkeypatch.setattr(fused_head, "scores_labelled", lambda device: True)  # as on a GPU, see above
-    monkeypatch.setattr(chunked_logprob.ChunkedLogProbFunction, "forward", staticmethod(counted))
-    compact_loss, found = gradients(loop, inputs)
-    assert sum(scored) == sum(int((part["labels"][:, 1:] != -100).sum()) for part in inputs)
-    assert compact_loss == pytest.approx(loss, rel=1e-6)
-    assert_gradients_close(found, expected)
+def test_without_it_the_loss_is_of_torchs_operators_on_a_gpu(triton, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setitem(
+        sys.modules, "finetune.kernels.triton_kernels", SimpleNamespace(fold_logits_=lambda *args: None)
+    )
+    sums = torch.tensor([[-torch.inf], [0.0], [0.0]])
+    given = sums, torch.tensor([[1.0, 2.0]]), torch.tensor([1]), 0, 1.0, None, 1.0
+    on_a_gpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    fold = functools.partial(ops.fold_logits_.redispatch, on_a_gpu)
+    triton()
+    fold(*given)
+    assert not sums[1], "by the kernel"
+    triton(NO_COMPILER)
+    forget()
+    fold(*given)
+    assert sums[:, 0].tolist() == [2.0, pytest.approx(1 + math.exp(-1)), 2.0]
 
 
 def test_the_first_line_of_a_run_says_so(triton, quick, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -162,6 +157,7 @@ def test_the_first_line_of_a_run_says_so(triton, quick, monkeypatch: pytest.Monk
 
     triton(NO_COMPILER)
     monkeypatch.setattr("finetune.lifecycle.session.this_device", lambda: CUDA)
+    monkeypatch.setattr("finetune.model.probes.marker.ended", lambda device: frozenset())
     monkeypatch.setattr("finetune.lifecycle.preparation.check", stop)
     monkeypatch.setattr("finetune.model.precision.of_device", lambda device: of_card("A100", (8, 0)))
     with pytest.raises(_Said):
@@ -201,11 +197,13 @@ def test_torchs_own_operators_take_a_copy_of_each_tile_in_float32(trained_tokens
     batch = LargestBatch(rows=2, tokens=64, padded=True, trained_tokens=trained_tokens)
     job = tiny_models.config(quantization__kind="none", kernels__fused="off")
     model = tiny_models.architecture(layers=1)
+    model.vocab_size = 4096
 
     def peak(works: bool) -> int:
         card = replace(tiny_models.card(), triton=works)
         trace = tiny_models.trace(job, model, where=card, batch=batch)
-        return job_forecast.make(trace, card, batch, "sdpa", replay.RunSetting()).categories["loss"]
+        found = job_forecast.make(trace, card, batch, "sdpa", replay.RunSetting()).categories
+        return found["loss"] + found["workspace"]
 
     tile = 4 * trained_tokens * model.vocab_size
     assert tile <= peak(False) - peak(True) <= 8 * tile
