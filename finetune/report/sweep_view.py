@@ -11,7 +11,6 @@ from rich.console import Console
 
 from finetune.config import TrainingSection
 from finetune.report import curves, printing, words
-from finetune.report.printing import Cells
 from finetune.report.view import PageView
 from finetune.results.figures import Figures, flat, framed
 from finetune.results.sweep_table import SettingResult, SweepTable
@@ -65,19 +64,13 @@ class SweepView(PageView):
         return [*_by_key(self.table.settings), *curves.within_sight(curves.of_runs(figures), whole)]
 
     def values(self) -> dict[str, Any]:
-        """The table of settings, the losses by seed, the verdict, the job, and what was trained."""
+        """The table of settings, the verdict, and what was trained."""
         table = self.table
         rows = f"{words.count(table.rows)} evaluation rows"
         verdict = f"winner: {table.winner}, on {rows}" if table.winner else f"no winner: {table.undecided} ({rows})"
         verdict += f"; {table.note}" if table.note else ""
         settings = _HEAD, [_row(each) for each in table.settings]
-        return {
-            "settings": settings,
-            "by_seed": _by_seed(table.settings),
-            "verdict": verdict,
-            "job": _job(table),
-            "cost": _cost(table.settings),
-        }
+        return {"settings": settings, "verdict": verdict, "cost": _cost(table.settings)}
 
     def __repr__(self) -> str:
         return f"<sweep of {len(self.table.settings)} settings in {self.table.folder}>"
@@ -144,53 +137,12 @@ def _interval(result: SettingResult) -> tuple[float | None, float, float | None]
     return difference.get("low", value), value, difference.get("high", value)
 
 
-def _by_seed(settings: Sequence[SettingResult]) -> Cells:
-    """The losses of a setting's runs, after the share in which they were compared last; no rows for one seed."""
-    runs = settings[0].runs
-    if len(runs) < 2:
-        return (), []
-    losses = {(one["run"], one["share"]): one["loss"] for each in settings for one in each.compared}
-
-    def cell(run: str, share: float) -> str:
-        return words.loss(losses[run, share]) if (run, share) in losses else ""
-
-    rows = [(each.setting, *(cell(run, each.share) for run in each.runs)) for each in settings]
-    return ("eval loss", *(f"seed {seed}" for seed in _seeds(runs))), rows
-
-
-def _seeds(runs: Sequence[str]) -> list[str]:
-    """The seeds of a setting's runs, the same for all settings; for a run that was not started, its number."""
-    opened = [*map(RunDirectory, runs)]
-    return [str(run.config().training.seed if run.exists else at) for at, run in enumerate(opened, start=1)]
-
-
-def _job(table: SweepTable) -> list[tuple[str, str]]:
-    """What all members have in common, and the time that they took."""
-    runs = [run for each in table.settings for run in map(RunDirectory, each.runs) if run.exists]
-    if not runs:
-        return []
-    config, facts = runs[0].config(), runs[0].data_facts()
-    times = [event["time"] for run in runs for event in Figures.read(run).events]
-    job = {
-        "base": words.base(config),
-        "training rows": words.count(facts["train"]["rows"]) if facts else "",
-        "evaluation rows": words.count(table.rows),
-        "seeds": ", ".join(_seeds(table.settings[0].runs)),
-        "from the first start to the end": words.duration(max(times) - min(times)) if times else "",
-    }
-    return [(name, value) for name, value in job.items() if value]
-
-
 def _cost(settings: Sequence[SettingResult]) -> str:
     """How much of all whole runs was trained, and in what time."""
     runs = sum(len(each.runs) for each in settings)
     trained = sum(each.share * len(each.runs) for each in settings)
     seconds = words.duration(sum(each.seconds for each in settings))
-    said = f"trained: {trained:.3g} of {words.count(runs)} whole runs, in {seconds}"
-    if trained == runs or not all(each.share for each in settings):
-        return said
-    whole = words.duration(sum(each.seconds / each.share for each in settings))
-    return f"{said}; all of them whole would have taken about {whole}"
+    return f"trained: {trained:.3g} of {words.count(runs)} whole runs, in {seconds}"
 
 
 def _row(result: SettingResult) -> tuple[str, ...]:

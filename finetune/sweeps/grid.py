@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -23,7 +22,6 @@ SEED = "training.seed"
 _MOST = 256
 _LONGEST = 120  # characters of a name; most file systems take 255 bytes
 
-_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _NO_LOSS = "it changes no loss"
 
 # Keys that members must have in common, and why: otherwise their losses would say nothing about the setting.
@@ -73,7 +71,6 @@ def members(
     `overrides` are the same for all. The runs are in the job's `output.dir`. Raises ConfigError, naming the cure, for
     keys that members must have in common, and for too few or too many members.
     """
-    _refuse_lists(source, overrides)
     _check(keys)
     folder = Path(load_config(source, overrides).output.dir or "runs/unnamed")
     names = _short_names(keys)
@@ -138,24 +135,6 @@ def _values(text: str) -> list[str]:
         else:
             depth += (character in "[{") - (character in "]}")
     return [part.strip() for part in parts]
-
-
-def _refuse_lists(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Raise ConfigError for numbers written as `[a,b]`, `a;b` or `a:b`, where the key takes no such value."""
-    for override in overrides:
-        key, _, text = override.partition("=")
-        values = [value.strip() for value in re.split(r"[,;:]", text.strip().removeprefix("[").removesuffix("]"))]
-        if len(values) < 2 or not all(map(_NUMBER.fullmatch, values)):
-            continue
-        if not _is_valid(source, override) and _is_valid(source, f"{key}={values[0]}"):
-            raise ConfigError(f"`{override}`: separate values by commas: {key}={','.join(values)}")
-
-
-def _is_valid(source: str | Path | Mapping[str, Any], override: str) -> bool:
-    with contextlib.suppress(ConfigError):
-        load_config(source, [override])
-        return True
-    return False
 
 
 def _check(keys: Mapping[str, Sequence[str]]) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from finetune.config import Config
 from finetune.report.sweep_view import SweepView
 from finetune.results.sweep_table import SettingResult, SweepTable
-from finetune.storage.files import write_json, write_lines
+from finetune.storage.files import write_lines
 from finetune.storage.rundir import RunDirectory
 
 
@@ -89,8 +89,6 @@ def trained(folder: Path, name: str, seed: int, losses: list[float]) -> RunDirec
     run.event("started")
     steps = [training_line(step, loss) for step, loss in enumerate(losses, start=1)]
     write_lines(run.metrics_file, [evaluation_line(0, 4.0), *steps])
-    split = {"rows": 1234, "tokens": 4000, "trained_tokens": 1000, "longest": 60}
-    write_json(run.facts_file, {"train": split, "eval": None, "samples": []})
     return run
 
 
@@ -121,18 +119,10 @@ def test_a_run_that_diverges_does_not_set_the_scale_of_the_losses(tmp_path: Path
     assert "top" not in charts["Evaluation loss"]
 
 
-def test_the_page_has_the_job_the_losses_by_seed_and_what_whole_runs_would_have_cost(tmp_path: Path) -> None:
+def test_the_page_says_how_much_was_trained(tmp_path: Path) -> None:
     view = two_seeds(tmp_path)
-    values = view.values()
-    job = dict(values["job"])
-    assert job["base"].startswith("builtin:tiny-llama")
-    assert [job[name] for name in ("training rows", "evaluation rows", "seeds")] == ["1,234", "40", "5, 7"]
-    head, rows = values["by_seed"]
-    assert head == ("eval loss", "seed 5", "seed 7")
-    assert rows == [("learning_rate=0.001,rank=8", "2.5000", "2.6000"), ("learning_rate=1,rank=8", "3.0000", "3.1000")]
-    assert values["cost"] == "trained: 3 of 4 whole runs, in 0:15; all of them whole would have taken about 0:20"
-    markup = view.page()
-    assert all(value in markup for value in ("1,234", "seed 7", "builtin:tiny-llama"))
+    assert view.values()["cost"] == "trained: 3 of 4 whole runs, in 0:15"
+    assert view.values()["cost"] in view.page()
 
 
 def test_no_line_breaks_within_a_rate(tmp_path: Path) -> None:

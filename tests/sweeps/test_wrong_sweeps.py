@@ -16,9 +16,7 @@ _RATES = "training.learning_rate=1e-3,3e-3"
 WRONG: list[tuple[list[str], str]] = [
     ([], "training.learning_rate=1e-4,2e-4,4e-4"),
     (["training.learning_rate=1e-3"], "a key with several values"),
-    (["training.learning_rate=[1e-4,3e-4]"], "separate values by commas: training.learning_rate=1e-4,3e-4"),
-    (["training.learning_rate=1e-4:1e-3"], "separate values by commas: training.learning_rate=1e-4,1e-3"),
-    (["training.learning_rate=1e-4; 3e-4", "adapter.rank=4,8"], "by commas: training.learning_rate=1e-4,3e-4"),
+    (["training.learning_rate=[1e-4,3e-4]"], "a key with several values"),
     (["training.learning_rat=1e-3,3e-3"], "learning_rate"),
     (["lr=1e-3,3e-3"], "write `training.learning_rate`"),
     (["training.learning_rate=1e-3,fast"], "expected 'auto' or a number"),
