@@ -13,15 +13,12 @@ from finetune.report.view import View
 from finetune.storage.records import Difference
 from finetune.storage.rundir import RunDirectory
 
-_OF_THE_FIRST = ("run", "memory", "in memory")
-"""Lines of the header that no other run prints: its name is before each line, and free memory differs all the time."""
-
 
 class SweepTerminal(Terminal):
     """Prints the output of a sweep's runs on the console of `terminal`; one run uses it at a time (see `of`).
 
-    The first run prints its header, the others what differs in theirs. A note is printed once, with the name of the
-    first run that has it. The results of a run are in its report, and in the table of the sweep.
+    The first run prints its header. A note is printed once, with the name of the first run that has it. The results of
+    a run are in its report, and in the table of the sweep.
     """
 
     def __init__(self, terminal: Terminal, settings: int, members: int, shares: Sequence[float]) -> None:
@@ -79,10 +76,5 @@ class SweepTerminal(Terminal):
         super()._say(f"{self._name}: {text}" if self._name else text, style)
 
     def _facts(self, facts: dict[str, str]) -> None:
-        new = {name: fact for name, fact in facts.items() if self._is_new(f"{name}: {fact}")}
-        if self._is_first and new:
-            super()._facts(new)
-            return
-        for name, fact in new.items():
-            if name not in _OF_THE_FIRST:
-                self._say(f"{name}: {fact}")
+        if self._is_first:
+            super()._facts(facts)
