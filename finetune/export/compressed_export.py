@@ -24,7 +24,7 @@ from finetune.export.compressed_layouts import EXPERTS, LAYOUTS, WrittenForm
 from finetune.export.conversion import Conversion
 from finetune.model.skeleton import weightless_base
 from finetune.model.source import identity
-from finetune.model.structure import packed, quantizers, streamed
+from finetune.model.structure import float_blocks, packed, quantizers, streamed
 from finetune.model.structure.quantization import library_config
 from finetune.storage import weight_files
 from finetune.storage.files import write_json
@@ -307,7 +307,7 @@ class _FilePlan:
             for names in together_of(name):
                 known = [each for each in names if each in self._names]
                 packings = [packed.known_packing(self._weights[each]) for each in known]
-                factors = [how.scales[0, : packed.FACTOR_BYTES] for how in packings]
+                factors = [how.scales[0, : float_blocks.FACTOR_BYTES] for how in packings]
                 if name == known[0] and any(not torch.equal(each, factors[0]) for each in factors):
                     raise ConfigError(
                         f"{', '.join(f'`{each}`' for each in known)} have different factors of NVFP4, of which vLLM "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from finetune.errors import ConfigError
-from finetune.model.structure import packed
+from finetune.model.structure import float_blocks, packed
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -72,12 +72,12 @@ def _state_fp8(kept: list[str]) -> dict[str, Any]:
 
 
 def _write_nvfp4(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size) -> Tensors:
-    factors = scales[..., : packed.FACTOR_BYTES].contiguous().view(torch.float32)
+    factors = float_blocks.factors(scales)
     if not scales.is_meta and ((factors != factors[:1]).any() or factors[0, 0] != 1):
         raise ConfigError("rows of a matrix in NVFP4 have different factors, of which a file has one divisor a matrix")
     return {
         "_packed": codes,
-        "_scale": scales[..., packed.FACTOR_BYTES :].contiguous().view(torch.float8_e4m3fn),
+        "_scale": scales[..., float_blocks.FACTOR_BYTES :].contiguous().view(torch.float8_e4m3fn),
         "_global_scale": factors[0, 1:].clone(),  # the reciprocal of what ModelOpt writes
     }
 

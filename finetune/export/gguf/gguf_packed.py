@@ -18,7 +18,8 @@ from torch import nn
 from finetune.errors import ConfigError
 from finetune.export import row_selection
 from finetune.model.source.gguf_families import Parts
-from finetune.model.structure import packed
+from finetune.model.structure import float_blocks, packed
+from finetune.model.structure.block_fields import in_halves
 
 FLOATS = {"mxfp4": 32, "nvfp4": 64}
 """The forms of 4-bit floats, and the values in a block of a GGUF file."""
@@ -67,22 +68,17 @@ def _bytes(weight: nn.Parameter, rows: torch.Tensor | None = None) -> torch.Tens
     how = packed.known_packing(weight)
     codes, scales = (row_selection.bytes_of(each, rows) for each in (weight.data, how.scales))
     if how.form == "mxfp4":
-        return torch.cat((scales.unsqueeze(-1), _halves(codes, 32)), dim=-1).flatten(-2)
+        return float_blocks.pack_gguf_mxfp4(float_blocks.from_pairs(codes), {"exponents": scales})[0]
     if how.form == "nvfp4":
-        four = scales[..., packed.FACTOR_BYTES :].unflatten(-1, (-1, 4))
-        return torch.cat((four, _halves(codes, 16).unflatten(-2, (-1, 4)).flatten(-2)), dim=-1).flatten(-2)
+        four = scales[..., float_blocks.FACTOR_BYTES :].unflatten(-1, (-1, 4))
+        halves = in_halves(float_blocks.from_pairs(codes), 16).unflatten(-2, (-1, 4)).flatten(-2)
+        return torch.cat((four, halves), dim=-1).flatten(-2)
     return codes
-
-
-def _halves(codes: torch.Tensor, block: int) -> torch.Tensor:
-    """Bytes of two neighbours as bytes of a value of each half of a block: (..., blocks, bytes)."""
-    values = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).unflatten(-1, (-1, 2, block // 2))
-    return values[..., 0, :] | values[..., 1, :] << 4
 
 
 def _factors(name: str, scales: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
     """The factor of each matrix in float32: (matrices,). Products are multiplied by it in llama.cpp."""
-    both = row_selection.bytes_of(scales[..., : packed.FACTOR_BYTES], rows).contiguous().view(torch.float32)
+    both = float_blocks.factors(row_selection.bytes_of(scales[..., : float_blocks.FACTOR_BYTES], rows))
     if (both != both[..., :1, :]).any():
         raise ConfigError(f"rows of `{name}` have different factors of NVFP4, of which a GGUF file has one a matrix")
     first = both[..., 0, :].reshape(-1, 2)

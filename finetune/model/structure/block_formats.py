@@ -21,11 +21,12 @@ from finetune.model.structure.block_fields import BlockFields, BytesAndScales, G
 class BlockFormat:
     """A format of blocks of `columns` weights of a row, of which `group` share a scale.
 
-    `levels`: the value of each code, ascending. `search`: the fields for weights (..., rows, columns) in float32, so
-    that the squares of errors, weighted with the `importance` of each column (None: all alike), are small. `grid`: what
-    fields decode to. `pack`: bytes, and scales (without columns where the bytes hold them), from codes in uint8 of the
-    weight's shape; `unpack` is its reverse. `block_bytes` are those of a block, and `block_scales` the numbers in
-    float32 beside them.
+    `levels`: the value of each code, ascending unless the form has its own `nearest`, which gives codes in uint8 of
+    numbers in units of the scale, and may overwrite them. `search`: the fields for weights (..., rows, columns) in
+    float32, so that the squares of errors, weighted with the `importance` of each column (None: all alike), are small.
+    `grid`: what fields decode to. `pack`: bytes, and scales (without columns where the bytes hold them), from codes in
+    uint8 of the weight's shape; `unpack` is its reverse, in whose place a form may have its own `decode`. `block_bytes`
+    are those of a block, `block_scales` the numbers beside them, and `row_scales` those with which a row's begin.
     """
 
     columns: int
@@ -34,9 +35,12 @@ class BlockFormat:
     search: Callable[[torch.Tensor, torch.Tensor | None], BlockFields]
     grid: Callable[[BlockFields], Grid]
     pack: Callable[[torch.Tensor, BlockFields], BytesAndScales]
-    unpack: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, BlockFields]]
+    unpack: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, BlockFields]] | None
     block_bytes: int
     block_scales: int = 0
+    nearest: Callable[[torch.Tensor], torch.Tensor] | None = None
+    decode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+    row_scales: int = 0
 
 
 def nearest(form: BlockFormat, weight: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -44,7 +48,10 @@ def nearest(form: BlockFormat, weight: torch.Tensor, grid: Grid) -> torch.Tensor
     wanted = weight.unflatten(-1, (-1, form.group))
     if grid.offsets is not None:
         wanted = wanted + grid.offsets.unsqueeze(-1)
-    wanted = (wanted / grid.scales.unsqueeze(-1)).nan_to_num_(0.0, 0.0, 0.0)  # a scale of 0 has one value
+    wanted = wanted / grid.scales.unsqueeze(-1)
+    if form.nearest:
+        return form.nearest(wanted).flatten(-2)
+    wanted.nan_to_num_(0.0, 0.0, 0.0)  # a scale of 0 has one value
     if is_linear(form.levels):
         codes = wanted.round_().clamp_(form.levels[0], form.levels[-1]).sub_(form.levels[0])
     else:
@@ -68,14 +75,22 @@ def values(form: BlockFormat, codes: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 def decode(form: BlockFormat, stored: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     """Write the values of bytes and scales into `out`."""
-    codes, fields = form.unpack(stored, scales)
-    out.copy_(values(form, codes, form.grid(fields)))
+    if form.unpack:
+        codes, fields = form.unpack(stored, scales)
+        out.copy_(values(form, codes, form.grid(fields)))
+    else:
+        assert form.decode
+        form.decode(stored, scales, out)
 
 
 def encode(form: BlockFormat, weight: torch.Tensor, importance: torch.Tensor | None = None) -> BytesAndScales:
     """The bytes and scales of a weight, each value rounded to the nearest of those that `form.search` finds."""
     weight = weight.float()
-    fields = form.search(weight, importance)
+    return encode_with(form, weight, form.search(weight, importance))
+
+
+def encode_with(form: BlockFormat, weight: torch.Tensor, fields: BlockFields) -> BytesAndScales:
+    """The bytes and scales of a weight in float32, each value rounded to the nearest that `fields` allow."""
     return form.pack(nearest(form, weight, form.grid(fields)), fields)
 
 
@@ -117,20 +132,21 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
         k_quants.pack_iq4_xs, k_quants.unpack_iq4_xs, 136,
     ),
     "gguf_mxfp4": BlockFormat(
-        32, 32, float_blocks.TWICE_E2M1_LEVELS, float_blocks.search_mxfp4, float_blocks.grid_of_exponents,
-        float_blocks.pack_gguf_mxfp4, float_blocks.unpack_gguf_mxfp4, 17,
+        32, 32, float_blocks.GGUF_E2M1, float_blocks.search_mxfp4, float_blocks.grid_of_exponents,
+        float_blocks.pack_gguf_mxfp4, float_blocks.unpack_gguf_mxfp4, 17, nearest=float_blocks.nearest_e2m1,
     ),
     "mxfp4": BlockFormat(
-        32, 32, float_blocks.TWICE_E2M1_LEVELS, float_blocks.search_mxfp4, float_blocks.grid_of_exponents,
-        float_blocks.pack_mxfp4, float_blocks.unpack_mxfp4, 16,
+        32, 32, float_blocks.TWICE_E2M1, float_blocks.search_mxfp4, float_blocks.grid_of_exponents,
+        float_blocks.pack_mxfp4, None, 16, 1, float_blocks.nearest_e2m1, float_blocks.decode_mxfp4,
     ),
     "nvfp4": BlockFormat(
-        16, 16, float_blocks.E2M1_LEVELS, float_blocks.search_nvfp4, float_blocks.grid_nvfp4,
-        float_blocks.pack_nvfp4, float_blocks.unpack_nvfp4, 8,
+        16, 16, float_blocks.TWICE_E2M1, float_blocks.search_nvfp4, float_blocks.grid_nvfp4,
+        float_blocks.pack_nvfp4, None, 8, 1, float_blocks.nearest_e2m1, float_blocks.decode_nvfp4,
+        float_blocks.FACTOR_BYTES,
     ),
     "fp8": BlockFormat(
-        128, 128, float_blocks.E4M3_LEVELS, float_blocks.search_fp8, float_blocks.grid_of_scales,
-        float_blocks.pack_fp8, float_blocks.unpack_fp8, 128,
+        128, 128, float_blocks.E4M3, float_blocks.search_fp8, float_blocks.grid_of_scales,
+        float_blocks.pack_fp8, None, 128, 1, float_blocks.nearest_e4m3, float_blocks.decode_fp8,
     ),
     "int4": BlockFormat(
         128, 128, tuple(range(-8, 8)), float_blocks.search_int4, float_blocks.grid_of_scales,

@@ -1,8 +1,9 @@
 """MXFP4, NVFP4 and FP8 in the layouts of vLLM and transformers, MXFP4 in that of GGUF too, and INT4.
 
-Codes number the values of a format in ascending order, with one zero: of the bits that mean -0 nothing is left.
-Sources: `packed`, which writes and reads the first three; of GGUF's, ggml/src/ggml-quants.c of llama.cpp; of INT4, the
-format `pack-quantized` of compressed-tensors (0.20, `compressors/pack_quantized/base.py`).
+Codes are the bits of e2m1 (four) and e4m3 (eight), rounded to nearest, ties to even. Sources: OCP Microscaling Formats
+v1.0; "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149) and compressed-tensors (0.20); DeepSeek-V3
+(arXiv 2412.19437, section 3.3.2); of GGUF's layout, ggml/src/ggml-quants.c of llama.cpp; of INT4, the format
+`pack-quantized` of compressed-tensors (`compressors/pack_quantized/base.py`).
 """
 
 from __future__ import annotations
@@ -20,28 +21,30 @@ from finetune.model.structure.block_fields import (
     split,
 )
 
-# -- values ------------------------------------------------------------------------------------------------------------
+# -- numbers -----------------------------------------------------------------------------------------------------------
 
-E2M1_LEVELS = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_LARGEST_E2M1 = E2M1_LEVELS[-1]
-TWICE_E2M1_LEVELS = tuple(2 * level for level in E2M1_LEVELS)
-"""With half the scale, since the largest scale of MXFP4, 2^128, is infinite in float32."""
+_SIZES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
+TWICE_E2M1 = (*_SIZES, *(-size for size in _SIZES))
+"""Twice the values of e2m1, by code: with half the scale, since the largest of MXFP4, 2^128, is infinite in float32."""
+GGUF_E2M1 = tuple(level + 0.0 for level in TWICE_E2M1)
+"""`kvalues_mxfp4`: integers, which have one zero."""
+_LARGEST_E2M1 = 6.0
+_PAIRS = [TWICE_E2M1[code] for byte in range(256) for code in (byte & 15, byte >> 4)]
 
 _E4M3 = torch.finfo(torch.float8_e4m3fn)
 _SMALLEST_E4M3 = _E4M3.smallest_normal / 8
-_POSITIVE = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()
-E4M3_LEVELS = (*(-level for level in reversed(_POSITIVE)), 0.0, *_POSITIVE)
+E4M3 = tuple(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist())
 
 
-def _signed(codes: torch.Tensor, sign: int) -> torch.Tensor:
-    """Bits of sign and size from codes in ascending order; `sign` is the bit of the sign, below which sizes end."""
-    middle = {8: 7, 128: 126}[sign]
-    return torch.where(codes < middle, middle - codes + sign, codes - middle)
+def nearest_e2m1(twice: torch.Tensor) -> torch.Tensor:
+    """The codes of halves of numbers; what is no number, of a scale of 0, is 0."""
+    size = twice.nan_to_num_(0.0).abs()
+    code = torch.where(size < 4, size.round(), torch.where(size < 8, (size / 2).round() + 2, (size / 4).round() + 4))
+    return code.clamp_(max=7).to(torch.uint8) + twice.signbit().to(torch.uint8) * 8
 
 
-def _ascending(signed: torch.Tensor, sign: int) -> torch.Tensor:
-    middle = {8: 7, 128: 126}[sign]
-    return torch.where(signed < sign, signed + middle, middle + sign - signed)
+def nearest_e4m3(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.clamp_(-_E4M3.max, _E4M3.max).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
@@ -50,25 +53,36 @@ def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
     return torch.maximum(exponents << 23, 1 << 21 << (exponents + 1).clamp_(0, 1)).view(torch.float32)
 
 
-def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
+def in_pairs(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes a byte, the first in the lower four bits."""
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
-def _from_pairs(stored: torch.Tensor) -> torch.Tensor:
+def from_pairs(stored: torch.Tensor) -> torch.Tensor:
     return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
+
+
+def _decode_pairs(stored: torch.Tensor, half_scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the values of codes in pairs into `out`; they are made in the type of the scales (..., rows, blocks)."""
+    dtype = half_scales.dtype
+    pairs = torch.tensor(_PAIRS, dtype=dtype, device=stored.device)
+    pairs = pairs.view({2: torch.int32, 4: torch.int64}[dtype.itemsize])
+    values = pairs.index_select(0, stored.flatten().int()).view(dtype).view(*half_scales.shape, -1)
+    values *= half_scales.unsqueeze(-1)
+    out.copy_(values.flatten(-2)[..., : out.shape[-1]])
+
+
+def _largest(weight: torch.Tensor, group: int) -> torch.Tensor:
+    return weight.unflatten(-1, (-1, group)).abs().amax(-1)
 
 
 # -- MXFP4 -------------------------------------------------------------------------------------------------------------
 
 
-def mxfp4_exponents(blocks: torch.Tensor) -> torch.Tensor:
-    """The scale's exponent and 127 (..., blocks) of blocks (..., blocks, 32): OCP MX v1.0, section 6.3."""
-    exponent = torch.frexp(blocks.abs().amax(-1)).exponent - 3  # frexp's mantissa is below 1
-    return exponent.clamp_(-127, 127) + 127
-
-
 def search_mxfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
-    return {"exponents": mxfp4_exponents(weight.unflatten(-1, (-1, 32))).to(torch.uint8)}
+    """Section 6.3: a block's scale is the power of two of its largest value over that of e2m1, 4; and 127 is added."""
+    exponents = torch.frexp(_largest(weight, 32)).exponent - 3  # frexp's mantissa is below 1
+    return {"exponents": (exponents.clamp_(-127, 127) + 127).to(torch.uint8)}
 
 
 def grid_of_exponents(fields: BlockFields) -> Grid:
@@ -76,64 +90,79 @@ def grid_of_exponents(fields: BlockFields) -> Grid:
 
 
 def pack_mxfp4(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
-    return _in_pairs(_signed(codes, 8)), fields["exponents"]
+    return in_pairs(codes), fields["exponents"]
 
 
-def unpack_mxfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
-    return _ascending(_from_pairs(stored), 8), {"exponents": scales}
+def decode_mxfp4(stored: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    dtype = torch.float32 if out.dtype is torch.float16 else out.dtype  # scales overflow in float16
+    _decode_pairs(stored, grid_of_exponents({"exponents": scales}).scales.to(dtype), out)
 
 
 def pack_gguf_mxfp4(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
-    return joined(fields["exponents"].unsqueeze(-1), in_halves(_signed(codes, 8), 32))
+    return joined(fields["exponents"].unsqueeze(-1), in_halves(codes, 32))
 
 
 def unpack_gguf_mxfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     exponents, low = split(stored, 1, 16)
-    return _ascending(from_halves(low).flatten(-2), 8), {"exponents": exponents.squeeze(-1)}
+    return from_halves(low).flatten(-2), {"exponents": exponents.squeeze(-1)}
 
 
 # -- NVFP4 -------------------------------------------------------------------------------------------------------------
 
+FACTOR_BYTES = 8
+"""Bytes of two factors in float32, with which the scales of a row begin: one multiplies them, one divides them.
 
-def _largest(weight: torch.Tensor, group: int) -> torch.Tensor:
-    return weight.unflatten(-1, (-1, group)).abs().amax(-1)
+A weight has one such factor. ModelOpt publishes that which multiplies, compressed-tensors that which divides; the
+other is 1. As rows have their own, weights can be joined, such as those of experts.
+"""
+
+
+def factors(scales: torch.Tensor) -> torch.Tensor:
+    """The factors (..., rows, 2) of the scales of a packed weight."""
+    return scales[..., :FACTOR_BYTES].contiguous().view(torch.float32)
 
 
 def search_nvfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
-    """The largest value of a weight, or of an expert's, becomes 6 times 448, that of a block 6."""
-    largest = _largest(weight, 16)
-    divisor = (_E4M3.max * _LARGEST_E2M1 / largest.amax((-2, -1), keepdim=True)).nan_to_num_(nan=1.0, posinf=1.0)
-    divisor = divisor.repeat_interleave(weight.shape[-2], -2)  # (..., rows, 1)
-    each = (divisor * (largest / _LARGEST_E2M1)).clamp_(_SMALLEST_E4M3, _E4M3.max)
-    factors = torch.cat((torch.ones_like(divisor), divisor), dim=-1)
+    both = nvfp4_factors(weight.abs().amax((-2, -1))).unsqueeze(-2)
+    return nvfp4_fields(weight, both.repeat_interleave(weight.shape[-2], -2))
+
+
+def nvfp4_factors(largest: torch.Tensor) -> torch.Tensor:
+    """The factors (..., 2) of weights, or experts, with these largest values (...), which become 6 times 448."""
+    divisor = (_E4M3.max * _LARGEST_E2M1 / largest).nan_to_num_(nan=1.0, posinf=1.0)
+    return torch.stack((torch.ones_like(divisor), divisor), dim=-1)
+
+
+def nvfp4_fields(weight: torch.Tensor, factors: torch.Tensor) -> BlockFields:
+    """The fields for factors (..., rows, 2): a block's largest value becomes 6, and 0 would be no scale."""
+    each = (factors[..., 1:] * (_largest(weight, 16) / _LARGEST_E2M1)).clamp_(_SMALLEST_E4M3, _E4M3.max)
     return {"factors": factors, "scales": each.to(torch.float8_e4m3fn)}
 
 
 def grid_nvfp4(fields: BlockFields) -> Grid:
     """`factors` (..., rows, 2): one multiplies the scales, and one divides them."""
-    return Grid(fields["scales"].float() * fields["factors"][..., :1] / fields["factors"][..., 1:])
+    return Grid(fields["scales"].float() * fields["factors"][..., :1] / fields["factors"][..., 1:] * 0.5)
 
 
 def pack_nvfp4(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     scales = torch.cat([fields[name].contiguous().view(torch.uint8) for name in ("factors", "scales")], dim=-1)
-    return _in_pairs(_signed(codes, 8)), scales
+    return in_pairs(codes), scales
 
 
-def unpack_nvfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
-    factors, each = scales[..., :8].contiguous(), scales[..., 8:].contiguous()
-    fields = {"factors": factors.view(torch.float32), "scales": each.view(torch.float8_e4m3fn)}
-    return _ascending(_from_pairs(stored), 8), fields
+def decode_nvfp4(stored: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    each = scales[..., FACTOR_BYTES:].contiguous().view(torch.float8_e4m3fn)
+    _decode_pairs(stored, grid_nvfp4({"factors": factors(scales), "scales": each}).scales, out)
 
 
 # -- FP8 ---------------------------------------------------------------------------------------------------------------
 
-_ROWS = 128
+FP8_ROWS = 128
 """Rows with one scale; the fields have it for each row."""
 
 
 def search_fp8(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     """The largest value of 128 x 128 becomes the largest of e4m3, 448."""
-    rows = [part.amax(-2, keepdim=True).expand_as(part) for part in _largest(weight, 128).split(_ROWS, -2)]
+    rows = [part.amax(-2, keepdim=True).expand_as(part) for part in _largest(weight, 128).split(FP8_ROWS, -2)]
     largest = torch.cat(rows, dim=-2)
     return {"scales": torch.where(largest > 0, largest / _E4M3.max, 1.0)}
 
@@ -143,12 +172,14 @@ def grid_of_scales(fields: BlockFields) -> Grid:
 
 
 def pack_fp8(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
-    return _signed(codes, 128), fields["scales"][..., ::_ROWS, :]
+    return codes, fields["scales"][..., ::FP8_ROWS, :]
 
 
-def unpack_fp8(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
-    each = scales.repeat_interleave(_ROWS, dim=-2)[..., : stored.shape[-2], :]
-    return _ascending(stored, 128), {"scales": each}
+def decode_fp8(stored: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    values = stored.view(torch.float8_e4m3fn).float()
+    of_rows = scales.repeat_interleave(128, dim=-1)[..., : stored.shape[-1]]
+    values *= of_rows.repeat_interleave(FP8_ROWS, dim=-2)[..., : stored.shape[-2], :]
+    out.copy_(values)
 
 
 # -- INT4 --------------------------------------------------------------------------------------------------------------
@@ -169,8 +200,8 @@ def search_int4(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockF
 
 def pack_int4(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     """Of the integers of 32 bits in files the bytes: eight codes each, the first in the lowest bits."""
-    return _in_pairs(codes), fields["scales"]
+    return in_pairs(codes), fields["scales"]
 
 
 def unpack_int4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
-    return _from_pairs(stored), {"scales": scales}
+    return from_pairs(stored), {"scales": scales}

@@ -22,9 +22,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from finetune.model.structure import block_formats
-from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat
-from finetune.model.structure.float_blocks import mxfp4_exponents, power_of_two
+from finetune.model.structure import block_formats, float_blocks
+from finetune.model.structure.block_fields import BlockFields
+from finetune.model.structure.block_formats import BLOCK_FORMATS
+from finetune.model.structure.float_blocks import FACTOR_BYTES, FP8_ROWS, power_of_two
 
 # Values that are converted at a time, so that intermediate results stay small beside the weights.
 _PART = 2**24
@@ -222,7 +223,7 @@ def published_shape(
         columns = int(stored_columns * FORMS[form].values_per_byte)
         return torch.Size((*others, columns, rows) if transposed else (*others, rows, columns))
     *others, rows, blocks = scales
-    return torch.Size((*others, blocks * _BLOCK, rows))
+    return torch.Size((*others, blocks * BLOCK_FORMATS[form].columns, rows))
 
 
 def from_published(
@@ -298,7 +299,7 @@ for _name, _program in (("pack_", encode_in_parts), ("unpack_", decode_in_parts)
 def part_shape(shape: torch.Size) -> torch.Size:
     """The shape (experts, rows, columns) of the parts in which weights are converted: `_PART` values, or 128 rows."""
     *experts, rows, columns = shape
-    rows_each = min(max(_PART // columns // _ROWS, 1) * _ROWS, max(rows, 1))
+    rows_each = min(max(_PART // columns // FP8_ROWS, 1) * FP8_ROWS, max(rows, 1))
     return torch.Size((min(max(_PART // (rows_each * columns), 1), *(experts or [1])), rows_each, columns))
 
 
@@ -316,75 +317,44 @@ def _parts(
         )
 
 
-# -- MXFP4 (OCP Microscaling Formats v1.0) -----------------------------------------------------------------------------
-
-_BLOCK = 32
-"""Values with one scale."""
+# -- forms -------------------------------------------------------------------------------------------------------------
 
 
-def _mxfp4_shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
-    *others, columns = shape
-    blocks = -(-columns // _BLOCK)
-    return torch.Size((*others, blocks * _BLOCK // 2)), torch.Size((*others, blocks))
+def _in_blocks(
+    name: str, scale_dtype: torch.dtype = torch.uint8,
+    search: Callable[[torch.Tensor, torch.Tensor], BlockFields] | None = None, **fields: Any,
+) -> PackedForm:  # fmt: skip
+    """A form of blocks along rows; of a published form the last block of a row may be a part.
 
-
-def _decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Codes: two e2m1 values a byte, the first in the lower four bits. Scales: e8m0, 2^(byte - 127)."""
-    # Products of float16 would overflow where a scale does.
-    dtype = torch.float32 if out.dtype is torch.float16 else out.dtype
-    pair = {2: torch.int32, 4: torch.int64}[dtype.itemsize]
-    # Twice the values and half the scales, since the largest scale, 2^128, is infinite in float32.
-    table = (2 * _pairs(codes.device)).to(dtype).view(pair).view(-1)
-    values = table.index_select(0, codes.flatten().int()).view(dtype).view(*scales.shape, _BLOCK)
-    values *= power_of_two(scales.int() - 1).to(dtype).unsqueeze(-1)
-    out.copy_(values.view(*codes.shape[:-1], -1)[..., : out.shape[-1]])
-
-
-def _pairs(device: torch.device) -> torch.Tensor:
-    """The two values of each byte (256, 2)."""
-    byte = torch.arange(256, device=device)
-    nibbles = torch.stack((byte & 15, byte >> 4), dim=1)
-    exponent, mantissa = nibbles >> 1 & 3, nibbles & 1
-    normal = exponent.clamp(max=1)
-    halves = (2 * normal + mantissa) << (exponent - normal)
-    return halves * (0.5 - (nibbles >> 3))  # the sign also of 0
-
-
-def _encode_mxfp4(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Section 6.3: a block's scale is the power of two of its largest value over that of e2m1, 4; values are rounded
-    to nearest, ties to even, and those above 6 to 6.
+    `search`: the fields of a weight whose scales are begun, in place of the format's own. `fields` are those of the
+    PackedForm that differ from most.
     """
-    columns = weight.shape[-1]
-    blocks = functional.pad(weight.float(), (0, -columns % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-    scales.copy_(mxfp4_exponents(blocks))
-    codes.copy_(_e2m1(blocks / power_of_two(scales).unsqueeze(-1)))
+    form, is_published = BLOCK_FORMATS[name], "config" in fields
+
+    def shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
+        *others, columns = shape
+        assert is_published or columns % form.columns == 0
+        blocks = -(-columns // form.columns)
+        scales = form.row_scales + blocks * form.block_scales
+        return torch.Size((*others, blocks * form.block_bytes)), torch.Size((*others, scales))
+
+    def encode(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        if missing := -weight.shape[-1] % form.columns:
+            weight = functional.pad(weight, (0, missing))
+        weight = weight.float()
+        found = search(weight, scales) if search else form.search(weight, None)
+        for stored, made in zip((codes, scales), block_formats.encode_with(form, weight, found), strict=True):
+            stored.copy_(made[..., : stored.shape[-1]])
+
+    given = {"shapes": shapes, "values_per_byte": Fraction(form.columns, form.block_bytes), **fields}
+    return PackedForm(
+        scale_dtype=scale_dtype, encode=encode, decode=functools.partial(block_formats.decode, form), **given
+    )
 
 
-def _e2m1(blocks: torch.Tensor) -> torch.Tensor:
-    """The bytes (..., values / 2) of blocks of values (..., blocks, block), rounded to nearest, ties to even."""
-    size = blocks.abs()
-    code = torch.where(size < 2, (size * 2).round(), torch.where(size < 4, size.round() + 2, (size / 2).round() + 4))
-    code = code.clamp_(max=7).to(torch.uint8) + blocks.signbit() * 8
-    code = code.flatten(-2)
-    return code[..., ::2] | code[..., 1::2] << 4
-
-
-# -- NVFP4 (NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149) ----------------------------------
-
-_SMALL_BLOCK = 16
-"""Values with one scale in e4m3."""
-FACTOR_BYTES = 8
-"""Bytes of two factors in float32, with which the scales of a row begin: one multiplies them, one divides them.
-
-A weight has one such factor. ModelOpt publishes that which multiplies, compressed-tensors that which divides; the
-other is 1. As rows have their own, weights can be joined, such as those of experts.
-"""
-
-
-def _nvfp4_shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
-    *others, columns = shape
-    blocks = -(-columns // _SMALL_BLOCK)
-    return torch.Size((*others, blocks * _SMALL_BLOCK // 2)), torch.Size((*others, FACTOR_BYTES + blocks))
+def _begin_nvfp4(weight: torch.Tensor, scales: torch.Tensor) -> None:
+    largest = torch.maximum(weight.amax((-2, -1)), -weight.amin((-2, -1))).float()
+    scales[..., :FACTOR_BYTES] = float_blocks.nvfp4_factors(largest).view(torch.uint8).unsqueeze(-2)
 
 
 def _multiplied(scales: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -404,127 +374,41 @@ def _with_factors(scales: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
     return torch.cat((each.expand(*scales.shape[:-1], FACTOR_BYTES), scales.view(torch.uint8)), dim=-1)
 
 
-def _block_scales(scales: torch.Tensor) -> torch.Tensor:
-    """The scale of each block (..., rows, blocks) in float32."""
-    factors = scales[..., :FACTOR_BYTES].contiguous().view(torch.float32)
-    each = scales[..., FACTOR_BYTES:].contiguous().view(torch.float8_e4m3fn).float()
-    return each * factors[..., :1] / factors[..., 1:]
-
-
-def _decode_nvfp4(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Codes: two e2m1 values a byte, the first in the lower four bits. Scales: `FACTOR_BYTES`, then e4m3."""
-    each = _block_scales(scales)
-    values = _pairs(codes.device).index_select(0, codes.flatten().int()).view(*each.shape, _SMALL_BLOCK)
-    values *= each.unsqueeze(-1)
-    out.copy_(values.view(*codes.shape[:-1], -1)[..., : out.shape[-1]])
-
-
-def _begin_nvfp4(weight: torch.Tensor, scales: torch.Tensor) -> None:
-    """The largest value of a weight, or of an expert's, becomes the largest of e2m1, 6, times that of e4m3, 448."""
-    largest = torch.maximum(weight.amax((-2, -1)), -weight.amin((-2, -1))).float()
-    divisor = (_LARGEST * 6 / largest).nan_to_num_(nan=1.0, posinf=1.0)
-    factors = torch.stack((torch.ones_like(divisor), divisor), dim=-1)
-    scales[..., :FACTOR_BYTES] = factors.view(torch.uint8).unsqueeze(-2)
-
-
-def _encode_nvfp4(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """A block's scale makes its largest value 6, as in compressed-tensors; 0 would be no scale."""
-    blocks = functional.pad(weight.float(), (0, -weight.shape[-1] % _SMALL_BLOCK)).unflatten(-1, (-1, _SMALL_BLOCK))
-    divisor = scales[..., 4:FACTOR_BYTES].contiguous().view(torch.float32)
-    each = (divisor * (blocks.abs().amax(-1) / 6)).clamp_(_SMALLEST, _LARGEST)
-    scales[..., FACTOR_BYTES:] = each.to(torch.float8_e4m3fn).view(torch.uint8)
-    codes.copy_(_e2m1(blocks / _block_scales(scales).unsqueeze(-1)))
-
-
-# -- FP8 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2) ----------------------------------------------------------------
-
-_ROWS = 128
-"""Rows, and columns, of a block with one scale."""
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
-_SMALLEST = torch.finfo(torch.float8_e4m3fn).smallest_normal / 8
-
-
 def _fp8_shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
     *experts, rows, columns = shape
-    return shape, torch.Size((*experts, -(-rows // _ROWS), -(-columns // _ROWS)))
+    return shape, torch.Size((*experts, -(-rows // FP8_ROWS), -(-columns // 128)))
 
 
-def _factors(scales: torch.Tensor) -> torch.Tensor:
+def _fp8_scales(scales: torch.Tensor) -> torch.Tensor:
     """Factors in float32 from those of files, which may be powers of two in e8m0."""
     if scales.dtype is torch.float8_e8m0fnu:
         scales = scales.view(torch.uint8)
     return power_of_two(scales) if scales.dtype is torch.uint8 else scales.float()
 
 
-def _decode_fp8(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Codes: e4m3. Scales: factors in float32."""
-    values = codes.view(torch.float8_e4m3fn).float()
-    values *= _each(scales, codes.shape)
-    out.copy_(values)
-
-
-def _encode_fp8(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """The largest value of a block becomes the largest of e4m3, 448."""
-    rows, columns = weight.shape[-2:]
-    padded = functional.pad(weight.float(), (0, -columns % _ROWS, 0, -rows % _ROWS))
-    blocks = padded.unflatten(-1, (-1, _ROWS)).unflatten(-3, (-1, _ROWS))
-    largest = blocks.abs().amax(dim=(-3, -1))
-    scales.copy_(torch.where(largest > 0, largest / _LARGEST, 1.0))
-    values = weight / _each(scales, weight.shape)
-    codes.copy_(values.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8))
-
-
-def _each(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The scale of each value of a weight."""
-    rows = scales.repeat_interleave(_ROWS, dim=-1)[..., : shape[-1]]
-    return rows.repeat_interleave(_ROWS, dim=-2)[..., : shape[-2], :]
-
-
-# -- GGUF's formats and INT4 -------------------------------------------------------------------------------------------
-
-
-def _in_blocks(name: str, form: BlockFormat) -> PackedForm:
-    """Whole blocks in each row, whose bytes hold most formats' scales too."""
-
-    def shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
-        *others, columns = shape
-        assert columns % form.columns == 0
-        each = (columns // form.columns * count for count in (form.block_bytes, form.block_scales))
-        codes, scales = (torch.Size((*others, count)) for count in each)
-        return codes, scales
-
-    def encode(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        for stored, made in zip((codes, scales), block_formats.encode(form, weight), strict=True):
-            stored.copy_(made)
-
-    def decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        block_formats.decode(form, codes, scales, out)
-
-    each = Fraction(form.columns, form.block_bytes)
-    if form.block_scales:
-        return PackedForm(shapes, torch.float32, encode, decode, values_per_byte=each)
-    return PackedForm(shapes, torch.uint8, encode, decode, (Layout((f"_{name}",)),), values_per_byte=each)
-
-
 FORMS: dict[str, PackedForm] = {
-    "mxfp4": PackedForm(
-        _mxfp4_shapes, torch.uint8, _encode_mxfp4, _decode_mxfp4,
-        (Layout(("_blocks", "_scales"), lambda scales: scales.view(torch.uint8)),),
-        config="Mxfp4Config", transposed=True, values_per_byte=2,
+    "mxfp4": _in_blocks(
+        "mxfp4", layouts=(Layout(("_blocks", "_scales"), lambda scales: scales.view(torch.uint8)),),
+        config="Mxfp4Config", transposed=True,
     ),
-    "nvfp4": PackedForm(
-        _nvfp4_shapes, torch.uint8, _encode_nvfp4, _decode_nvfp4,
-        (
+    "nvfp4": _in_blocks(
+        "nvfp4", search=lambda weight, scales: float_blocks.nvfp4_fields(weight, float_blocks.factors(scales)),
+        begin=_begin_nvfp4,
+        layouts=(
             Layout(("_packed", "_scale", "_global_scale"), _divided),
             Layout(("", "_scale", "_scale_2"), _multiplied),
         ),
-        config="FineGrainedFP8Config", values_per_byte=2, begin=_begin_nvfp4,
-    ),
-    "fp8": PackedForm(
-        _fp8_shapes, torch.float32, _encode_fp8, _decode_fp8, (Layout(("", "_scale_inv"), _factors),),
         config="FineGrainedFP8Config",
     ),
-    **{name: _in_blocks(name, form) for name, form in BLOCK_FORMATS.items() if name not in ("mxfp4", "nvfp4", "fp8")},
+    "fp8": _in_blocks(
+        "fp8", torch.float32, shapes=_fp8_shapes, layouts=(Layout(("", "_scale_inv"), _fp8_scales),),
+        config="FineGrainedFP8Config",
+    ),
+    "int4": _in_blocks("int4", torch.float32),
+    **{
+        name: _in_blocks(name, layouts=(Layout((f"_{name}",)),))
+        for name, form in BLOCK_FORMATS.items() if not form.block_scales
+    },
 }  # fmt: skip
 """Forms by name, which is transformers' `quant_method` if that has a config for them."""
 
