@@ -140,6 +140,7 @@ def _children_cpu_seconds() -> float:
 # -- what a job is made of ---------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def documents() -> dict[str, list[str]]:
     """Docstrings of this Python and its language reference, `train` and `eval`."""
     return json.loads(succeeded(python(ROOT / "data" / "build_python_docs.py", "--documents")).output)

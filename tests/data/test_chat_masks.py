@@ -45,63 +45,30 @@ def templates(chatml: str, unmarked: str, tight: str) -> dict[str, str]:
 # -- pinned, token by token ------------------------------------------------------------------------------------------
 
 
-def test_chatml(word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests) -> None:
-    for template in ["marked", "unmarked"]:
-        for loss_on, expected in [
-            (
-                "assistant",
-                "<system/Be brief.>/<user/Hi>/<assistant/[Hello][ ][there][.][>]/"
-                "<user/Why?>/<assistant/[Because][ ][so][.][>]/",
-            ),
-            (
-                "last",
-                "<system/Be brief.>/<user/Hi>/<assistant/Hello there.>/<user/Why?>/<assistant/[Because][ ][so][.][>]/",
-            ),
-            (
-                "all",
-                "[<][system][/][Be][ ][brief][.][>][/][<][user][/][Hi][>][/]"
-                "[<][assistant][/][Hello][ ][there][.][>][/][<][user][/][Why][?][>][/]"
-                "[<][assistant][/][Because][ ][so][.][>][/]",
-            ),
-        ]:
+ANSWERS = "[Hello][ ][there][.][>]", "[Because][ ][so][.][>]"
+PINNED: dict[str, tuple[str, ...]] = {
+    # The row's frame with places for its two answers, and the row where all of it is trained.
+    "marked": (
+        "<system/Be brief.>/<user/Hi>/<assistant/{}/<user/Why?>/<assistant/{}/",
+        "[<][system][/][Be][ ][brief][.][>][/][<][user][/][Hi][>][/]"
+        "[<][assistant][/][Hello][ ][there][.][>][/][<][user][/][Why][?][>][/]"
+        "[<][assistant][/][Because][ ][so][.][>][/]",
+    ),
+    "tight": ("<system/Be brief.><user/Hi><assistant/{}<user/Why?><assistant/{}",),
+    # Every role stands on a line of its own, as the template's text reads.
+    "plain": ("### system:/Be brief./### user:/Hi/### assistant:/{}/### user:/Why?/### assistant:/{}/",),
+}
+PINNED["unmarked"] = PINNED["marked"]
+
+
+def test_masks_token_by_token(word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests) -> None:
+    for template, (frame, *whole) in PINNED.items():
+        tokenizer = word_tokenizer(templates[template])
+        assert marks_generation(tokenizer) == (template in ("marked", "plain"))
+        expected = {"assistant": frame.format(*ANSWERS), "last": frame.format("Hello there.>", ANSWERS[1])}
+        for loss_on, row in [*expected.items(), *(("all", row) for row in whole)]:
             with subtests.test(template=template, loss_on=loss_on):
-                tokenizer = word_tokenizer(templates[template])
-                assert marks_generation(tokenizer) == (template == "marked")
-                assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == expected
-
-
-def test_a_template_with_nothing_after_the_end_of_turn(
-    word_tokenizer: Make, tight: str, subtests: pytest.Subtests
-) -> None:
-    for loss_on, expected in [
-        (
-            "assistant",
-            "<system/Be brief.><user/Hi><assistant/[Hello][ ][there][.][>]<user/Why?><assistant/[Because][ ][so][.][>]",
-        ),
-        ("last", "<system/Be brief.><user/Hi><assistant/Hello there.><user/Why?><assistant/[Because][ ][so][.][>]"),
-    ]:
-        with subtests.test(loss_on=loss_on):
-            tokenizer = word_tokenizer(tight)
-            assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == expected
-
-
-def test_the_plain_template(word_tokenizer: Make, subtests: pytest.Subtests) -> None:
-    """Every role stands on a line of its own, as the template's text reads."""
-    for loss_on, expected in [
-        (
-            "assistant",
-            "### system:/Be brief./### user:/Hi/### assistant:/[Hello][ ][there][.][>]/"
-            "### user:/Why?/### assistant:/[Because][ ][so][.][>]/",
-        ),
-        (
-            "last",
-            "### system:/Be brief./### user:/Hi/### assistant:/Hello there.>/"
-            "### user:/Why?/### assistant:/[Because][ ][so][.][>]/",
-        ),
-    ]:
-        with subtests.test(loss_on=loss_on):
-            tokenizer = word_tokenizer(PLAIN_TEMPLATE)
-            assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == expected
+                assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == row
 
 
 def test_the_plain_template_begins_with_the_begin_token_where_there_is_one(word_tokenizer: Make) -> None:
@@ -135,28 +102,17 @@ def test_plain_text_is_trained_whole_with_its_end(word_tokenizer: Make) -> None:
         assert shown(encode(Text("Because so."), tokenizer, loss_on), tokenizer) == "[Because][ ][so][.][>]"
 
 
-def test_a_conversation_that_ends_with_a_question_trains_the_answers_before(
-    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
-) -> None:
-    for template in ["marked", "unmarked", "tight", "plain"]:
-        with subtests.test(template=template):
-            tokenizer = word_tokenizer(templates[template])
-            messages = [user("Hi"), assistant("Hello"), user("Why?")]
-            for loss_on in ("assistant", "last"):
-                assert (
-                    trained_text(encode(Chat(messages), tokenizer, loss_on), tokenizer).rstrip("\n")
-                    == "Hello<|im_end|>"
-                )
-
-
-def test_of_two_assistant_turns_in_a_row_the_last_is_the_last(
-    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
-) -> None:
-    for template in ["marked", "unmarked", "tight", "plain"]:
-        with subtests.test(template=template):
-            tokenizer = word_tokenizer(templates[template])
-            messages = [user("Hi"), assistant("one"), assistant("two")]
-            assert trained_text(encode(Chat(messages), tokenizer, "last"), tokenizer).rstrip("\n") == "two<|im_end|>"
+@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
+def test_the_trained_text_of_odd_conversations(word_tokenizer: Make, templates: dict[str, str], template: str) -> None:
+    tokenizer = word_tokenizer(templates[template])
+    tool = {"role": "tool", "content": "two"}
+    for messages, loss_on, expected in [
+        ([user("Hi"), assistant("Hello"), user("Why?")], "assistant", "Hello<|im_end|>"),
+        ([user("Hi"), assistant("Hello"), user("Why?")], "last", "Hello<|im_end|>"),
+        ([user("Hi"), assistant("one"), assistant("two")], "last", "two<|im_end|>"),
+        ([user("Hi"), assistant("one"), tool, assistant("so")], "assistant", "one<|im_end|>so<|im_end|>"),
+    ]:
+        assert trained_text(encode(Chat(messages), tokenizer, loss_on), tokenizer) == expected
 
 
 def test_a_conversation_that_the_assistant_opens_needs_marks_or_an_empty_prompt(
@@ -171,16 +127,6 @@ def test_a_conversation_that_the_assistant_opens_needs_marks_or_an_empty_prompt(
     for template in ("unmarked", "tight"):
         with pytest.raises(RowError, match=r"messages\[0\]: if the assistant speaks first"):
             encode(opened, word_tokenizer(templates[template]))
-
-
-def test_a_tool_message_is_not_trained(
-    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
-) -> None:
-    for template in ["marked", "unmarked", "tight", "plain"]:
-        with subtests.test(template=template):
-            tokenizer = word_tokenizer(templates[template])
-            messages = [user("Hi"), assistant("one"), {"role": "tool", "content": "two"}, assistant("so")]
-            assert "two" not in trained_text(encode(Chat(messages), tokenizer), tokenizer)
 
 
 def test_images_of_several_turns_are_not_trained_and_the_answers_are(
@@ -275,19 +221,8 @@ def test_a_template_that_renders_earlier_answers_by_the_length_of_the_conversati
     word_tokenizer: Make, unmarked: str
 ) -> None:
     counts = unmarked.replace("message['role'] + '\\n'", "message['role'] + ' ' + messages|length|string + '\\n'")
-    with pytest.raises(RowError) as caught:
-        encode(Chat(TWO_TURNS), word_tokenizer(counts))
-    message = str(caught.value)
-    assert "messages[2]" in message
-    assert "renders the conversation differently" in message
-    assert "{% generation %}" in message
-    assert "`data.loss_on: last`" in message
-
-
-def test_the_remedy_of_that_refusal_works(word_tokenizer: Make, unmarked: str) -> None:
-    counts = unmarked.replace("message['role'] + '\\n'", "message['role'] + ' ' + messages|length|string + '\\n'")
     tokenizer = word_tokenizer(counts)
-    with pytest.raises(RowError):
+    with pytest.raises(RowError, match=r"messages\[2\].*`data.loss_on: last`"):
         encode(Chat(TWO_TURNS), tokenizer)
     encoded = encode(Chat(TWO_TURNS), tokenizer, "all")
     assert encoded.labels == encoded.input_ids

@@ -30,7 +30,7 @@ from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.source.vision import Vision, of
 
-SIZES = 500
+SIZES = 150
 
 
 @pytest.fixture(scope="module", params=seeing.FAMILIES)

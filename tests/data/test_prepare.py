@@ -233,38 +233,27 @@ def ids(rows: Any) -> list[int]:
     return [row.fields["id"] for row in rows]
 
 
-def test_a_share_is_held_out_by_hash_the_same_each_time(write: Write, tokenizer: Any) -> None:
-    section = DataSection(train=write(MANY), eval="auto", eval_share=0.1)
+def test_a_share_is_held_out_the_same_each_time_and_not_trained(write: Write, tokenizer: Any) -> None:
+    section = DataSection(train=write(MANY), eval_share=0.1)
+    held_out = ids(held_out_rows(section, tokenizer))
     first, second = prepare(section, tokenizer), prepare(section, tokenizer)
     assert [*first.train] == [*second.train]
     assert first.eval is not None
     assert [*first.eval] == [*second.eval]
-    assert first.eval_counts is not None
-    assert first.train_counts.rows + first.eval_counts.rows == len(MANY)
+    assert first.train_counts.rows + len(held_out) == len(MANY)
     # 150 expected; four standard deviations are 46.
-    assert 104 <= first.eval_counts.rows <= 196
-
-
-def test_held_out_rows_are_not_trained(write: Write, tokenizer: Any) -> None:
-    section = DataSection(train=write(MANY), eval_share=0.1)
-    held_out = ids(held_out_rows(section, tokenizer))
-    assert len(held_out) == len(set(held_out))
-    prepared = prepare(section, tokenizer)
-    texts = {row["text"] for row in MANY if row["id"] in held_out}
-    assert prepared.eval is not None
-    assert [tokenizer.decode(row["input_ids"]).count("two") for row in prepared.eval] == [
+    assert 104 <= len(held_out) == len(set(held_out)) <= 196
+    assert [tokenizer.decode(row["input_ids"]).count("two") for row in first.eval] == [
         row["text"].count("two") for row in MANY if row["id"] in held_out
     ]
-    assert len(texts) == len(prepared.eval)
 
 
-def test_the_side_of_a_row_depends_on_nothing_but_its_content(write: Write, tokenizer: Any) -> None:
-    share = 0.3
-    whole = ids(held_out_rows(DataSection(train=write(MANY), eval_share=share), tokenizer))
-    reordered = [dict(reversed(row.items())) for row in reversed(MANY)]
-    assert sorted(ids(held_out_rows(DataSection(train=write(reordered), eval_share=share), tokenizer))) == whole
-    half = ids(held_out_rows(DataSection(train=write(MANY[::2]), eval_share=share), tokenizer))
-    assert half == [number for number in whole if number % 2 == 0]
+def test_the_share_of_a_row_depends_on_nothing_but_its_content() -> None:
+    row = sources.Row("a.jsonl:1", {"text": "one", "id": {"a": 1, "b": 2}})
+    assert row.share() == sources.Row("b.json[7]", {"id": {"b": 2, "a": 1}, "text": "one"}, "b.json").share()
+    assert (
+        row.share() != sources.Row("a.jsonl:1", {"text": "one", "id": {"a": 1, "b": 3}}).share() != row.share("weight")
+    )
 
 
 @pytest.mark.parametrize(
@@ -283,23 +272,6 @@ def test_compared_rows_are_called_what_they_are(
     assert compared.name == said
     assert [len(row) for row in compared.ids] == [len(row) for row in compared.labels] == [4, 4, 4]
     assert bool(notes) == (held_out == "lost")
-
-
-def test_a_larger_share_holds_out_the_same_rows_and_more(write: Write, tokenizer: Any) -> None:
-    source = write(MANY)
-    small, large = (
-        set(ids(held_out_rows(DataSection(train=source, eval_share=share), tokenizer))) for share in (0.05, 0.2)
-    )
-    assert small < large
-
-
-def test_equal_rows_are_on_the_same_side(write: Write, tokenizer: Any) -> None:
-    prepared = prepare(
-        DataSection(train=write([{"text": f"so so {n % 40}x"} for n in range(400)]), eval_share=0.3), tokenizer
-    )
-    assert prepared.eval_counts is not None
-    assert prepared.eval_counts.rows % 10 == 0
-    assert 0 < prepared.eval_counts.rows < 400
 
 
 def test_without_evaluation_every_row_is_trained(write: Write, tokenizer: Any) -> None:

@@ -16,7 +16,6 @@ import pytest
 from finetune.data import python_docs
 
 conversations = functools.cache(python_docs.conversations)
-documents = functools.cache(harness.documents)
 
 
 def question(row: dict[str, Any]) -> str:
@@ -71,7 +70,7 @@ def test_a_row_is_a_question_about_a_public_name_and_its_first_sentences() -> No
 @pytest.mark.slow
 def test_nothing_held_out_is_in_a_training_text_of_the_rows_or_of_the_base() -> None:
     names = {name(row) for row in conversations("eval")}
-    trained = documents()["train"]
+    trained = harness.documents()["train"]
     assert names.isdisjoint(name(row) for row in conversations("train"))
     assert names.isdisjoint(re.split(r"[\n(]", text, maxsplit=1)[0] for text in trained)
     texts = [*map(question, conversations("train")), *map(answer, conversations("train")), *trained]
@@ -83,12 +82,12 @@ def test_nothing_held_out_is_in_a_training_text_of_the_rows_or_of_the_base() -> 
     def body(text: str) -> str:
         return on_one_line(text.partition("\n\n")[2])
 
-    assert {*map(body, trained)}.isdisjoint(map(body, documents()["eval"]))
+    assert {*map(body, trained)}.isdisjoint(map(body, harness.documents()["eval"]))
 
 
 @pytest.mark.slow
 def test_documents_hold_private_objects_and_nothing_that_differs_between_installations() -> None:
-    texts = documents()["train"] + documents()["eval"]
+    texts = harness.documents()["train"] + harness.documents()["eval"]
     assert any(text.startswith("_collections_abc.") for text in texts)
     assert not any(re.search(r" at 0x[0-9a-f]{6}", text) or os.path.dirname(os.__file__) in text for text in texts)
 

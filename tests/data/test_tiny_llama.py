@@ -65,16 +65,16 @@ def test_tokenizer_and_model_agree(model: Any, tokenizer: Any) -> None:
 def test_the_recorded_loss_is_the_loss_of_the_weights(model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
     total_nats, total_tokens = 0.0, 0
     boundary = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    for text in harness.documents()["eval"][::8]:
+    for text in harness.documents()["eval"][::16]:
         ids = tokenizer(text, truncation=True)["input_ids"]
         sequence = torch.tensor([[boundary, *ids, boundary]])[:, : model.config.max_position_embeddings]
         scored_tokens = sequence.shape[1] - 1
         total_nats += model(input_ids=sequence, labels=sequence).loss.item() * scored_tokens
         total_tokens += scored_tokens
-    assert total_tokens > 3000
+    assert total_tokens > 2000
     loss = total_nats / total_tokens
     assert loss < record["held_out_unigram_loss_nats_per_token"] - 1.5
-    # Not closer, because this is an eighth of the documents.
+    # Not closer, because this is a sixteenth of the documents.
     assert loss == pytest.approx(record["held_out_loss_nats_per_token"], abs=0.5)
 
 

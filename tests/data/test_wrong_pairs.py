@@ -161,7 +161,3 @@ def test_wrong_configs_for_pairs_are_refused_with_key_and_cure(refusal: Any, sub
             assert code == expected
             assert key in said
             assert cure in said
-
-
-def test_more_than_thirty_mistakes_are_made() -> None:
-    assert len(DATA) + len(ROWS) + len(CONFIGS) >= 60
