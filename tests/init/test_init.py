@@ -69,10 +69,10 @@ def test_a_short_config_is_written_with_the_values_that_fit_and_the_reason_of_ea
     assert code == 2
     assert err == "error: rows.yaml exists and was left as it is; name another file with --output, or add --yes\n"
     assert (tmp_path / "rows.yaml").read_bytes() == before
-    code, out, _ = call("init", shallow_base, "rows.jsonl", "--gpu", "8GiB", "--yes")
+    code, out, _ = call("init", ELSEWHERE, "rows.jsonl", "--yes")
     assert code == 0
     assert "replaced rows.yaml" in out
-    assert load_config(tmp_path / "rows.yaml").training.precision == "auto"
+    assert load_config(tmp_path / "rows.yaml").model.name == ELSEWHERE
 
 
 @pytest.mark.slow
@@ -148,14 +148,15 @@ class _Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.slow
-def test_fifty_held_out_rows_suffice_to_keep_the_best_epoch(call: Call, tmp_path: Path, shallow_base: Path) -> None:
-    write(tmp_path, 60)
-    code, out, _ = call("init", shallow_base, "rows.jsonl")
-    config = load_config(tmp_path / "rows.yaml")
-    assert code == 0
-    assert "eval: auto  # 10 rows held out by hash\n" in out
-    assert config.output.save_every == config.training.eval_every
+@pytest.mark.parametrize("judges", [True, False])
+def test_the_best_epoch_is_kept_where_the_held_out_rows_suffice_to_judge(judges: bool) -> None:
+    counts = {"train_counts": Counts(rows=50, longest=9), "eval_counts": Counts(rows=10, longest=9)}
+    data: Any = SimpleNamespace(**counts, judges=judges, splits=[])
+    draft = Draft()
+    proposal._by_rows(draft, data, "rows", PreTrainedConfig())
+    assert draft.values["data.eval"] == "auto"
+    assert draft.values["training.eval_every"] == 13
+    assert draft.values.get("output.save_every") == (13 if judges else None)
 
 
 @pytest.mark.slow
@@ -300,18 +301,13 @@ def test_on_a_terminal_it_asks_for_what_is_missing_and_again_after_a_mistake(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 10])
-def test_a_config_of_two_keys_trains_on_any_number_of_rows(
-    number: int, tmp_path: Path, shallow_base: Path, hurried: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    rows = write(tmp_path, number, fields=("prompt", "completion"))
+def test_a_config_of_two_keys_trains_on_one_row(tmp_path: Path, shallow_base: Path, hurried: None) -> None:
+    rows = write(tmp_path, 1, fields=("prompt", "completion"))
     (tmp_path / "job.yaml").write_text(f"model:\n  name: {shallow_base}\ndata:\n  train: {rows}\n")
     result: Any = finetune.train(load_config("job.yaml"))
-    steps = [line for line in result.run.metrics_file.read_text().splitlines() if '"loss"' in line]
-    assert steps
-    evaluated = "eval_loss" in result.run.metrics_file.read_text()
-    assert evaluated == (number > 1)
+    metrics = result.run.metrics_file.read_text()
+    assert '"loss"' in metrics
+    assert "eval_loss" not in metrics
 
 
 @pytest.mark.slow

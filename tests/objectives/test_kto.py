@@ -105,12 +105,11 @@ WEIGHTS = ["preference.desirable_weight=0.8", "preference.undesirable_weight=1.4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [["data.packing=true"], ["adapter.dropout=0.1"], WEIGHTS])
+@pytest.mark.parametrize("way", [["adapter.dropout=0.1"], ["data.packing=true", *WEIGHTS]])
 def test_at_first_no_answer_is_likelier_than_under_the_reference(job, tmp_path: Path, way: list[str]) -> None:
     finetune.train(job(*way, "training.max_steps=2", "training.learning_rate=0.01"))
     first, second = RunDirectory(tmp_path / "run").metrics()[:2]
-    in_training = "adapter.dropout=0.1" in way  # after dropout, an update of zero is zero as well
-    if way is not WEIGHTS or in_training:
+    if WEIGHTS[0] not in way:  # after dropout, an update of zero is zero as well
         assert first["loss"] == 0.5
     assert [first[name] for name in ("rewards_chosen", "rewards_rejected", "rewards_margins", "kl")] == [0, 0, 0, 0]
     assert first["logps_chosen"] < 0
@@ -181,7 +180,7 @@ def test_a_run_takes_the_memory_of_its_forecast(job, tmp_path: Path, packing: st
 def test_the_forecast_has_the_pass_of_the_reference(job, tmp_path: Path) -> None:
     alike = [{**each, "completion": "yes " * 5} for each in answers(24)]
     file = write_rows(tmp_path / "alike.jsonl", alike)
-    cached = ["preference.reference=cached", "memory.check=warn", "training.micro_batch=4"]
+    cached = ["preference.reference=cached", "memory.check=warn", "training.micro_batch=4", "training.max_steps=1"]
     finetune.train(job(*cached, f"data.train={file}"))
     forecast = json.loads((tmp_path / "run" / "forecast.json").read_text())
     [difference] = [each for each in forecast["differences"] if each["phase"] == "reference"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from jobs import EIGHT, in_fp32, metric, mixture, same_adapter, sampled, write_rows
+from jobs import EIGHT, in_fp32, metric, mixture, sampled, write_rows
 from peft import PeftModel, get_peft_model
 from steps import (
     assert_gradients_close,
@@ -20,7 +20,6 @@ from steps import (
     gradients_of_trainer,
     micro_batches,
     ready,
-    stopped_and_resumed,
 )
 from test_two_segments import pairs
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -110,17 +109,14 @@ def test_loss_and_gradients_are_those_of_trls_trainer(job, tmp_path: Path, shall
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", sampled(["false", "true"], "true"))
-def test_a_reward_model_learns_as_forecast_and_resumes_to_the_same_bits(job, tmp_path: Path, packing: str) -> None:
+def test_a_reward_model_learns_as_forecast(job, packing: str) -> None:
     keys = ["training.max_steps=6", "training.eval_every=3", "memory.check=warn", "output.merge=false",
             f"data.packing={packing}", "training.learning_rate=0.01"]  # fmt: skip
-    whole = finetune.train(job(*keys, run="whole")).run
+    whole = finetune.train(job(*keys)).run
     losses = metric(whole, "loss")
     assert losses[-1] < losses[0]
     assert metric(whole, "rewards_accuracies")[-1] == 1
     forecast_that_held(whole)
-    if packing == "true":  # of padded rows test_steps.py shows it
-        halted = stopped_and_resumed(job(*keys, "memory.check=off", "output.save_every=3", run="halted"), 4)
-        assert same_adapter(whole, halted)
 
 
 def scores(model: Any, rows: list[list[int]]) -> list[float]:
@@ -130,7 +126,7 @@ def scores(model: Any, rows: list[list[int]]) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
+@pytest.mark.parametrize("quantization", sampled(["none", "nf4"], "none"))
 def test_transformers_and_peft_load_what_is_published_with_equal_scores(job, tmp_path: Path, quantization: str) -> None:
     config = job(
         "training.max_steps=4", "output.merge=true", f"quantization.kind={quantization}", "training.learning_rate=0.01"
@@ -185,7 +181,7 @@ def test_eval_scores_a_file_of_answers_by_their_last_token_however_they_are_batc
     run = RunDirectory(tmp_path / "run")
     turns = [{"role": "user", "content": "To 9."}, {"role": "assistant", "content": "yes yes"}]
     kinds = {
-        "texts": [{"prompt": f"To {n}. ", "completion": "yes " * (1 + 5 * n % 7)} for n in range(6)],
+        "texts": [{"prompt": f"To {n}. ", "completion": "yes " * (1 + 5 * n % 7)} for n in range(3)],
         "turns": [{"messages": turns}, {"messages": [*turns, turns[0], {**turns[1], "content": "no " * 9}]}],
     }
     for name, rows in kinds.items():

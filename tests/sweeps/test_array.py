@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from finetune.cli import app
 from finetune.storage.rundir import RunDirectory
 
-RATES = "training.learning_rate=1e-3,3e-3,1e-2"
+RATES = "training.learning_rate=1e-3,3e-3"
 
 
 @pytest.mark.slow
@@ -37,14 +37,14 @@ def test_a_task_of_the_batch_script_trains_each_member_and_a_sweep_compares_them
     srun.write_text('#!/bin/bash\nexec "${@:2}"\n')
     srun.chmod(stat.S_IRWXU)
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    for task in range(3):
+    for task in range(2):
         environment = os.environ | {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(task)}
         ended = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stdout + ended.stderr
     compared = CliRunner().invoke(app, ["sweep", "--full", "--json", *arguments])
     assert compared.exit_code == 0, compared.output
     table = json.loads((folder / "sweep.json").read_text())
-    assert [each["state"] for each in table["settings"]] == ["finished"] * 3
+    assert [each["state"] for each in table["settings"]] == ["finished"] * 2
     assert table["winner"] or table["undecided"]
     for each in table["settings"]:
         [run] = each["runs"]

@@ -105,15 +105,16 @@ def test_the_base_answers_once_for_all_members(tmp_path: Path, job: list[str], m
 
     monkeypatch.setattr(answers, "_replies", count)
     monkeypatch.setattr(EvalLoss, "loss", evaluate)
-    swept(tmp_path / "sweep", [*job, "training.max_steps=2"], full=True)
-    assert sorted(asked) == [False, True, True, True, True]
-    runs = [RunDirectory(tmp_path / "sweep" / f"learning_rate={rate}") for rate in RATES["training.learning_rate"]]
+    arguments = [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"]
+    table = running.sweep(TINY, arguments, {"training.learning_rate": ["1e-3", "3e-3"]})
+    assert sorted(asked) == [False, True, True]
+    runs = [RunDirectory(each.runs[0]) for each in table.settings]
     said = [[each["before"] for each in run.answers()] for run in runs]
     assert said[0]
-    assert said == said[:1] * 4
-    assert len(evaluated) == 1 + 4
+    assert said[0] == said[1]
+    assert len(evaluated) == 1 + 2
     losses = [metric(run, "eval_loss") for run in runs]
-    assert [len(each) for each in losses] == [2] * 4
+    assert [len(each) for each in losses] == [2] * 2
     assert len({each[0] for each in losses}) == 1
 
 
@@ -187,10 +188,10 @@ def test_values_are_added_to_a_sweep_that_has_ended(tmp_path: Path, job: list[st
     finetune.train(first.config)
     before = running.sweep(TINY, arguments, {key: rates[:2]})
     assert [each.state for each in before.settings] == ["finished"] * 2
-    after = running.sweep(TINY, arguments, RATES)
+    after = running.sweep(TINY, arguments, {key: rates[:3]})
     losses = {each.setting: each.loss for each in after.settings}
     assert losses.items() >= {each.setting: each.loss for each in before.settings}.items()
-    assert [each.state for each in after.settings] == ["finished"] * 4
+    assert [each.state for each in after.settings] == ["finished"] * 3
     for each in after.settings:
         assert [event["event"] for event in RunDirectory(each.runs[0]).events()].count("started") == 1
 
@@ -211,13 +212,22 @@ def test_a_run_of_another_job_is_no_member_of_this_one(tmp_path: Path, job: list
 
 
 @pytest.mark.slow
-def test_members_are_compared_whatever_micro_batch_and_precision_each_has(tmp_path: Path, job: list[str]) -> None:
-    arguments = [*job, "training.max_steps=1", "training.micro_batch=auto", "memory.checkpointing=none",
-                 f"output.dir={tmp_path / 'sweep'}"]  # fmt: skip
-    table = running.sweep(TINY, arguments, {"training.precision": ["bf16", "fp32"]})
+def test_members_are_compared_by_the_same_rows_whatever_batch_and_precision_each_has(
+    tmp_path: Path, job: list[str]
+) -> None:
+    lines = [{"prompt": f"Count to {n}.", "completion": " 1" * (1 + n % 7)} for n in range(40)]
+    arguments = [
+        *job, f"data.train={write_rows(tmp_path / 'rows.jsonl', lines)}", "training.max_steps=null",
+        "training.epochs=1", "data.eval_share=0.7", f"output.dir={tmp_path / 'sweep'}",
+    ]  # fmt: skip
+    keys = {"training.batch_size": ["6", "14"], "training.precision": ["bf16", "fp32"]}
+    table = running.sweep(TINY, arguments, keys, full=True)
     for each in table.settings:
         [last] = metric(RunDirectory(each.runs[0]), "eval_loss")[-1:]
         assert each.loss == pytest.approx(last, rel=1e-6)
+    first, *others = (np.load(file)[:, 1] for file in (tmp_path / "sweep" / "scores").glob("*.npy"))
+    assert len(set(first)) > 1
+    assert [counts.tolist() for counts in others] == [first.tolist()] * 3
 
 
 @pytest.mark.slow
@@ -284,8 +294,6 @@ def test_what_is_the_same_for_all_members_is_printed_once(with_seeds: tuple[Swee
 @pytest.mark.slow
 def test_what_is_a_members_own_has_its_name(with_seeds: tuple[SweepView, list[str]]) -> None:
     _, lines = with_seeds
-    assert "alpha=33,seed=1: adapter: LoRA of rank 4, alpha 33, on all-linear" in lines
-    assert not any(line.startswith("alpha=33,seed=2: adapter: ") for line in lines)
     for name in ("alpha=32,seed=1", "alpha=33,seed=2"):
         assert f"{name}: trains from step 0 to 1 of 1" in lines
         [step] = [line for line in lines if line.startswith(f"{name}: step 1/1  loss ")]
