@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.config import as_written
+from finetune.config import as_written, gone_from
 from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, ConfigError, first_line
 from finetune.results.figures import summary
@@ -41,6 +41,8 @@ class SideBySide:
         for name, run in self.runs.items():
             try:
                 configs[name] = run.config().model_dump(mode="json"), ""
+                if gone := ", ".join(one.key for one in gone_from(run.config_file)):
+                    configs[name] = as_written(run.config_file)[0], f"it has {gone}, unknown here"
             except ConfigError as error:
                 values, keys = as_written(run.config_file)
                 configs[name] = values, f"it has {', '.join(keys)}, unknown here" if keys else first_line(error)

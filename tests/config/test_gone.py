@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from finetune.config import Config, gone, values_of, written
 from finetune.errors import ArtifactError, ConfigError
 from finetune.lifecycle import resume
+from finetune.results.side_by_side import compare
 from finetune.settings import CHOICES, config_of, load_config
 from finetune.storage.rundir import RunDirectory
 
@@ -60,6 +61,9 @@ def test_a_run_with_what_is_gone_is_read_and_says_so_if_it_is_to_go_on(
     config = finished.config()
     assert read_as is None or config.value(key) == read_as
     assert resume.is_finished(config, finished, lambda _: None, fresh=False)
+    shown = compare([finished, _run(tmp_path / "other", "output.keep", 3)]).as_dict()
+    assert shown["differences"][key]["finished"] == value
+    assert key in shown["unread"]["finished"]
     killed = _run(tmp_path / "killed", key, value, "started", "saved")
     for run, now in ((killed, config), (finished, config.changed({"training.max_steps": 10**6}))):
         with pytest.raises(ConfigError) as error:
