@@ -106,12 +106,21 @@ def built(config: Config) -> Any:
 @pytest.mark.parametrize(
     ("name", "kind"),
     # In 8 bit those of whose linear layers some are left as they are.
-    [
-        *((name, "nf4") for name in ARCHITECTURES),
-        *((name, "int8") for name in READ),
+    sampled(
+        [
+            *((name, "nf4") for name in ARCHITECTURES),
+            *((name, "int8") for name in READ),
+            ("rwkv", "none"),
+            ("dbrx", "none"),
+        ],
+        ("bloom", "nf4"),
+        ("falcon_h1", "nf4"),
+        ("gemma3n_text", "nf4"),
+        ("jamba", "int8"),
+        ("mamba", "int8"),
         ("rwkv", "none"),
         ("dbrx", "none"),
-    ],
+    ),
     indirect=["name"],
 )
 def test_each_trains_in_each_kind_of_quantization(directory: Path, kind: str) -> None:
@@ -147,6 +156,7 @@ def test_each_has_a_forecast(directory: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES, *READ, "bloom", "rwkv"), indirect=True)
 def test_a_weight_that_the_code_reads_directly_is_not_quantized_and_has_no_adapter(name: str, directory: Path) -> None:
     model = built(job(directory))
     linear = {
