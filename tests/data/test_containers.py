@@ -272,6 +272,11 @@ def test_structs_within_other_types_have_no_nulls_either_and_maps_keep_theirs(wr
     assert read == [{"x": {"map": {"x": None}}}, {"x": {"a": "two"}}]
 
 
+def test_rows_without_a_column_are_as_many_as_the_table_says() -> None:
+    """A damaged file may have such a table."""
+    assert columnar.rows(pyarrow.table({"text": ["one", "two"]}).select([]), "rows") == [{}, {}]
+
+
 def test_a_map_is_an_object(tmp_path: Path) -> None:
     kind = pyarrow.map_(pyarrow.string(), pyarrow.struct({"a": pyarrow.int64(), "b": pyarrow.string()}))
     table = pyarrow.table({"text": ["one"], "map": pyarrow.array([[("x", {"a": 1}), ("y", None)]], kind)})
