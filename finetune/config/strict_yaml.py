@@ -110,8 +110,8 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
+        line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
-            line = event.start_mark.line + 1
             raise _Refused(line, "aliases (`*name`) are not used here; write the value out")
         node = super().compose_node(parent, index)
         if node is not None and event.tag is not None:
