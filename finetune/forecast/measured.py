@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pydantic
 import torch
@@ -76,7 +77,7 @@ def context(device: torch.device, note: Note) -> None:
         _keep(device, "memory", lambda: {"context_bytes": context_bytes(device)}, note)
 
 
-def _keep(device: torch.device, what: str, measure: Callable[[], dict[str, float]], note: Note) -> None:
+def _keep(device: torch.device, what: str, measure: Callable[[], dict[str, Any]], note: Note) -> None:
     try:
         figures = replace(known(device), **measure())
     except Exception as error:  # a run does not depend on it
@@ -86,7 +87,7 @@ def _keep(device: torch.device, what: str, measure: Callable[[], dict[str, float
         private.write(_file(device), _figures().dump_json(figures))
 
 
-def _rates(device: torch.device) -> dict[str, float]:
+def _rates(device: torch.device) -> dict[str, Any]:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     if free_bytes < _FREE_IF_ALONE * total_bytes or free_bytes * _MOST_TAKEN < _RATE_BYTES:
         return {}
