@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import gc
-import importlib.metadata
 import logging
 import math
 import os
@@ -103,8 +102,7 @@ def importing() -> Iterator[None]:
         with patches.COMPILE.by(_compiling_later(torch.compile)):
             import bitsandbytes  # noqa: F401
 
-        listed_once = functools.cache(importlib.metadata.packages_distributions)
-        with patches.PACKAGES_LISTING.by(listed_once), models_listed_once(), patches.SCIPY.by(lambda: False):
+        with models_listed_once(), patches.SCIPY.by(lambda: False):
             yield
         gc.freeze()
     finally:

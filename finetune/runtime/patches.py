@@ -502,13 +502,6 @@ SHARED_MEMORY = Patch(
 
 # -- other libraries ---------------------------------------------------------------------------------------------------
 
-PACKAGES_LISTING = Patch(
-    "importlib.metadata:packages_distributions",
-    "transformers 5.23",
-    "()",
-    "On import it reads the metadata of all installed packages, more than once.",
-    "it asks for the packages that it looks for.",
-)
 HUB_OFFLINE = Patch(
     "huggingface_hub.constants:HF_HUB_OFFLINE",
     "huggingface_hub 2.4",
