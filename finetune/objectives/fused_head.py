@@ -63,6 +63,8 @@ def add(model: Any) -> None:
             hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
             words = None if words is None else words[:, 1:]
         scores = scored(model, hidden, shift_labels, words)
+        assert scores.log_probs is not None
+        assert scores.label_mask is not None
         loss, balance = -scores.log_probs.sum() / scores.label_mask.sum().clamp(min=1), None
         if balanced:
             balance = experts.balancing_loss(output.router_logits, text, inputs)

@@ -68,6 +68,10 @@ def launch_all(dtype: torch.dtype) -> None:
                 gate, up, empty(4, 2048, 11008), activation, empty(8192, rank),
                 *empty(8192, 2 * rank).split(rank, 1), single,
             )  # fmt: skip
+    logits, labels, sums = empty(4096, 32768), empty(4096, dtype=torch.int64), empty(3, 4096, dtype=single)
+    for softcap in (None, 30.0):
+        triton_kernels.fold_logits_(sums, logits, labels, 32768, 0.5, softcap, 1.0)
+        triton_kernels.unfold_logits_(logits, labels, *sums[:2], 32768, 0.5, softcap, 1.0)
     out = empty(11008, 4096 + 16)[:, :4096]
     packed, scales = empty(11008 * 4096 // 2, 1, dtype=torch.uint8), empty(11008 * 64, dtype=single)
     triton_kernels.decode_4bit_(out, packed, scales, 64, "nf4")
@@ -140,7 +144,7 @@ def _read(file: Path, option: str) -> str:
 )
 def test_they_compile_without_spills_and_move_rows_in_large_pieces(compiled, dtype, tmp_path, subtests) -> None:
     launch_all(dtype)
-    assert len({name for name, _ in compiled}) == 9
+    assert len({name for name, _ in compiled}) == 11
     for place, (name, kernel) in enumerate(compiled):
         with subtests.test(name, launch=place):
             used = resources(kernel.asm["cubin"], tmp_path / "cubin")
