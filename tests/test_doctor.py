@@ -185,7 +185,7 @@ def _append(file: Path, text: str) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[RunDirectory], object], str, str]] = {
-    "config gone": (lambda run: run.config_file.unlink(), "config.yaml", "No such file"),
+    "config gone": (lambda run: run.config_file.unlink(), "config.yaml", "no such file"),
     "config cut": (lambda run: run.config_file.write_text("model: {nam: x"), "config.yaml", "not valid YAML"),
     "events gone": (lambda run: run.events_file.unlink(), "events.jsonl", "missing"),
     "event bit": (lambda run: flip(run.events_file, 0), "events.jsonl", "line 1 is skipped"),

@@ -453,6 +453,13 @@ def test_leftovers_are_removed_without_following_links(run: RunDirectory, tmp_pa
     assert contents(elsewhere) == {"mine": "x"}
 
 
+def test_what_is_left_of_a_file_that_was_being_written_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    (tmp_path / "latest.incomplete").symlink_to("mine")
+    write_text(tmp_path / "latest", "step-00000001\n")
+    assert contents(tmp_path) == {"mine": "x", "latest": "step-00000001\n"}
+
+
 def test_a_file_is_fsynced_before_its_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     brought: list[int] = []
     fsync = os.fsync
