@@ -45,7 +45,7 @@ ROOM = "FINETUNE_TESTS_ROOM"
 
 @dataclass(frozen=True)
 class Fault:
-    """Do `action` at the `nth` event that matches: send signals by name (`hang` waits seconds between them, or for
+    """Do `action` at the `nth` event that matches: send signals by name (`hang` waits a second between them, or for
     good as the last), raise an errno, run out of `memory`, `fail` otherwise, `fill` the disk, or `flip` a bit.
 
     `event`: open (for writing), read, rename, mkdir, remove (of a file or a folder), fsync, or module:function for a
@@ -507,7 +507,7 @@ def _inject(fault: Fault) -> None:
         actions = fault.action.split()
         for place, name in enumerate(actions, start=1):
             if name == "hang":
-                time.sleep(5 if place < len(actions) else 3600)
+                time.sleep(1 if place < len(actions) else 3600)
             else:
                 os.kill(os.getpid(), getattr(signal, name))
 

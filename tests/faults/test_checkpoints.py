@@ -374,10 +374,10 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_not_written(tmp_path: 
 @pytest.mark.parametrize(
     ("fault", "saved"),
     [
-        pytest.param(Fault(STEP, nth=3, action="SIGTERM SIGTERM"), 3, id="step"),
+        pytest.param(Fault(STEP, nth=3, action="SIGTERM SIGTERM"), 3, id="step", marks=pytest.mark.long),
         pytest.param(Fault("open", r"step-00000004\.incomplete/opt", action="SIGTERM"), 5, id="save"),
         pytest.param(Fault(EVALUATION, nth=3, action="SIGTERM"), 4, id="evaluation"),
-        pytest.param(Fault(STEP, nth=STEPS, action="SIGTERM"), STEPS, id="last step"),
+        pytest.param(Fault(STEP, nth=STEPS, action="SIGTERM"), STEPS, id="last step", marks=pytest.mark.long),
         pytest.param(Fault(EVALUATION, nth=5, action="SIGTERM"), STEPS, id="last evaluation"),
     ],
 )
@@ -409,9 +409,11 @@ def test_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job, whole
 @pytest.mark.parametrize(
     ("moment", "before_training"),
     [
-        pytest.param("finetune.training.progress:Progress.gains", 0, id="before it is counted"),
+        pytest.param("finetune.training.progress:Progress.gains", 0, id="before it is counted", marks=pytest.mark.long),
         pytest.param("finetune.training.recorder:MetricsRecorder.evaluated", 1, id="before it is written"),
-        pytest.param("finetune.report.terminal:Terminal.evaluated", 1, id="after it was written"),
+        pytest.param(
+            "finetune.report.terminal:Terminal.evaluated", 1, id="after it was written", marks=pytest.mark.long
+        ),
     ],
 )
 def test_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluation_counted_once(
@@ -443,12 +445,6 @@ def test_a_postponed_evaluation_is_logged_once_even_after_a_kill(job, whole: Job
     assert stopped.weights == whole.weights
 
 
-def test_the_frequency_of_evaluation_does_not_change_the_adapter(job, whole: Job) -> None:
-    never = job([*JOB, "training.eval_every=null"])
-    assert never.go().code == 0
-    assert never.weights == whole.weights
-
-
 def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
     return [(line["step"], line["eval_loss"]) for line in run.metrics() if "eval_loss" in line]
 
@@ -456,8 +452,10 @@ def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(Fault("read", r"rows\.jsonl$", action="SIGTERM"), id="reading"),
-        pytest.param(Fault("finetune.data.tokenizing:_tokenized", action="SIGTERM"), id="tokenizing"),
+        pytest.param(Fault("read", r"rows\.jsonl$", action="SIGTERM"), id="reading", marks=pytest.mark.long),
+        pytest.param(
+            Fault("finetune.data.tokenizing:_tokenized", action="SIGTERM"), id="tokenizing", marks=pytest.mark.long
+        ),
         pytest.param(Fault("finetune.model.build:load_base", action="SIGTERM"), id="loading"),
         pytest.param(Fault("mkdir", r"merged\.incomplete", action="SIGTERM SIGTERM"), id="merging"),
     ],
@@ -509,7 +507,8 @@ def test_a_second_sigint_does_not_wait_for_the_save_under_way(job, whole: Job) -
 
 
 def test_sigusr1_saves_a_checkpoint_and_training_goes_on(job, whole: Job) -> None:
-    asked = job()
+    """Nor does the frequency of evaluation change the adapter."""
+    asked = job([*JOB, "training.eval_every=null"])
     assert asked.go(Fault(STEP, nth=3, action="SIGUSR1")).code == 0
     assert asked.run.saved_steps == [2, 3, 4, 6, 8, 9]
     assert asked.weights == whole.weights

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from children import Children
+from jobs import sampled
 from safetensors.torch import load_file
 from steps import spoil_gradient, spoil_losses
 from test_sharded_ranks import EXACT, ROWS, assert_close, weights
@@ -33,10 +34,11 @@ pytest.importorskip("deepspeed")
 ZERO = ["distributed.kind=deepspeed"]
 GENTLE = [*EXACT, "training.learning_rate=0.03"]
 KINDS = {
-    "nf4": [],
+    "nf4": ["distributed.offload=cpu"],
     "16 bit": ["quantization.kind=none", "memory.checkpointing=keep-products"],
     "full": ["quantization.kind=none", "adapter.kind=none"],
 }
+SPOIL_LOSSES = functools.partial(spoil_losses, gradients=False)
 Make = Callable[..., Together]
 
 
@@ -60,7 +62,8 @@ def alone(job: Make) -> Callable[[str], RunDirectory]:
 
     def train(kind: str) -> RunDirectory:
         if kind not in runs:
-            one = job(*GENTLE, *KINDS[kind], run=f"alone {kind}")
+            unshared = [key for key in KINDS[kind] if not key.startswith("distributed")]
+            one = job(*GENTLE, *unshared, run=f"alone {kind}")
             assert_all(one.go(1), 0)
             runs[kind] = one.run
         return runs[kind]
@@ -71,7 +74,7 @@ def alone(job: Make) -> Callable[[str], RunDirectory]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [("nf4", "weights"), ("16 bit", "gradients"), pytest.param("full", "optimizer", marks=pytest.mark.long)],
+    sampled([("nf4", "weights"), ("16 bit", "gradients"), ("full", "optimizer")], ("nf4", "weights")),
 )
 def test_ranks_train_what_one_process_trains(
     job: Make, alone: Callable[[str], RunDirectory], kind: str, stage: str
@@ -108,7 +111,7 @@ def test_killed_ranks_resume_and_one_process_goes_on(job: Make) -> None:
     assert_close(fewer.run, alone.run)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_process_alone_keeps_slices_on_the_host(job: Make, alone: Callable[[str], RunDirectory]) -> None:
     shared = job(*GENTLE, *ZERO, "distributed.offload=cpu", run="host")
     assert_all(shared.go(1), 0)
@@ -124,20 +127,20 @@ def test_slices_of_a_tensor_that_ranks_cannot_share_evenly_end_in_zeros(monkeypa
     assert slices == [[1, 2, 3], [4, 5, 6], [7, 8, 0]]
 
 
-@pytest.mark.parametrize("spoil", [spoil_gradient, functools.partial(spoil_losses, gradients=False)])
+@pytest.mark.parametrize("stage", sampled(["gradients", "weights"], "weights"))
+@pytest.mark.parametrize("spoil", sampled([spoil_gradient, SPOIL_LOSSES], spoil_gradient))
 def test_an_update_that_is_not_finite_is_skipped(
-    quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., None]
+    quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., None], stage: str
 ) -> None:
     """And nothing of it stays, nor of the warm-up, which is such an update, nor of the start as a launcher's."""
     spoil(monkeypatch, 2)
     plain = ["training.precision=fp32", "adapter.dropout=0", *GENTLE]
     expected = finetune.train(quick(*plain, run="plain")).run
-    for stage in ("gradients", "weights"):
-        found = finetune.train(quick(*plain, *ZERO, f"distributed.stage={stage}", run=stage)).run
-        assert ["skipped" in line for line in found.metrics() if "loss" in line] == [False, True, False, False]
-        assert weights(found).keys() == weights(expected).keys()
-        for name, tensor in weights(expected).items():
-            torch.testing.assert_close(weights(found)[name], tensor, rtol=0, atol=1e-5)
+    found = finetune.train(quick(*plain, *ZERO, f"distributed.stage={stage}", run=stage)).run
+    assert ["skipped" in line for line in found.metrics() if "loss" in line] == [False, True, False, False]
+    assert weights(found).keys() == weights(expected).keys()
+    for name, tensor in weights(expected).items():
+        torch.testing.assert_close(weights(found)[name], tensor, rtol=0, atol=1e-5)
     assert "LOCAL_RANK" not in os.environ
 
 

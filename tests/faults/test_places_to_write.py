@@ -204,10 +204,9 @@ def test_fresh_through_a_link_moves_the_run_and_makes_the_new_one_where_it_was(e
     link.symlink_to(place)
     config = earlier(place).changed({"output.dir": str(link)})
     before = contents(place)
-    for number in (1, 2):
+    for taken in (["place.1"], ["place.1", "place.2"]):
         assert finetune.train(config, fresh=True).run.finished
-        assert sorted(os.listdir(place.parent)) == ["place", *(f"place.{each}" for each in range(1, number + 1))]
-        assert finetune.train(config).run.finished
+        assert sorted(os.listdir(place.parent)) == ["place", *taken]
     assert contents(place.with_name("place.1")) | {"lock": b""} == before | {"lock": b""}
 
 

@@ -145,7 +145,13 @@ def test_ranks_that_share_weights_save_where_an_image_breaks_in_an_evaluation(
     assert any("Step 2 is saved" in one.in_one_line for one in ended)
 
 
-@pytest.mark.parametrize(("rows", "own"), [("one", TRAINED), ("none", EVALUATED)], ids=["trained", "evaluated"])
+@pytest.mark.parametrize(
+    ("rows", "own"),
+    [
+        pytest.param("one", TRAINED, id="trained"),
+        pytest.param("none", EVALUATED, id="evaluated", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_whose_image_breaks_saves_and_goes_on_once_it_is_put_back(
     job: Make, folder: Path, picture_of_row_5: Path, rows: str, own: list[str]
 ) -> None:
@@ -184,7 +190,6 @@ def test_a_run_goes_on_with_another_image_of_the_same_size_and_says_which(job: M
 
 
 def test_an_image_that_breaks_meanwhile_ends_all_ranks_with_a_checkpoint(job: Make, picture_of_row_5: Path) -> None:
-    before = picture_of_row_5.read_bytes()
     together = job(*EXACT, *TRAINED, rows="one")
     ended = together.go(2, {0: flipped(4), 1: flipped(4)})
     assert_all(ended, 3)
@@ -192,6 +197,3 @@ def test_an_image_that_breaks_meanwhile_ends_all_ranks_with_a_checkpoint(job: Ma
     said = ended[0].in_one_line
     assert "5_0.png: the file has changed since" in said
     assert f"Step {saved} is saved" in said
-    picture_of_row_5.write_bytes(before)
-    assert_all(together.go(2), 0)
-    assert [event["step"] for event in together.run.events() if event["event"] == "resumed"] == [saved]

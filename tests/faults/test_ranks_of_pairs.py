@@ -67,7 +67,7 @@ WAYS: dict[str, tuple[int, list[str]]] = {
     "four shards, cached reference": (4, ["preference.reference=cached", "distributed.kind=fsdp"]),
 }  # fmt: skip
 """Numbers of ranks and what they are told."""
-OFTEN = {"dpo": ("two copies", "two copies, cached reference"), "kto": ("two shards, prompts computed once",)}
+OFTEN = {"dpo": ("two copies, cached reference",), "kto": ("two shards, prompts computed once",)}
 assert WAYS.keys() >= {name for names in OFTEN.values() for name in names}, "they may have been renamed"
 
 
@@ -102,7 +102,9 @@ def test_ranks_train_as_one_does(
 
 
 @pytest.mark.parametrize("objective", ["kto"], indirect=True)
-@pytest.mark.parametrize("attention", [pytest.param(2, id="for the mean"), pytest.param(10, id="after it")])
+@pytest.mark.parametrize(
+    "attention", [pytest.param(2, id="for the mean"), pytest.param(10, id="after it", marks=pytest.mark.long)]
+)
 def test_memory_that_runs_out_on_one_rank_changes_no_mean(
     children: Children, job: list[str], alone: RunDirectory, tmp_path: Path, attention: int
 ) -> None:

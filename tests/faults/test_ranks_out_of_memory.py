@@ -55,7 +55,7 @@ def assert_as(found: RunDirectory, expected: RunDirectory) -> None:
     ("place", "nth"),
     [
         pytest.param("", 2, id="forward, in a pass that averages nothing", marks=pytest.mark.long),
-        pytest.param("", LAYERS + 2, id="forward of the last pass"),
+        pytest.param("", LAYERS + 2, id="forward of the last pass", marks=pytest.mark.long),
         pytest.param("backward", LAYERS + 2, id="backward, when some gradients are averaged"),
     ],
 )
@@ -105,7 +105,6 @@ def test_a_row_that_does_not_fit_one_rank_ends_all_with_the_steps_before_it_save
     assert second.output == "", "the first one has said it"
     assert [checkpoint_step(path) for path in together.run.complete_checkpoints()] == [1]
     assert [event["rank"] for event in events(together.run, "row_does_not_fit")] == [1]
-    assert [each.code for each in together.go(2)] == [0, 0]
 
 
 def test_a_save_that_does_not_fit_either_is_reported_by_all_ranks_with_the_row(job: Make) -> None:

@@ -23,7 +23,7 @@ ZERO = ["distributed.kind=deepspeed", "memory.check=off"]
 CUT = ["data.max_length=16"]
 ROOM_FOR_ONE = 20
 """Positions: more than a row that is cut, and less than two."""
-EXACT = ["training.precision=fp32", "adapter.dropout=0"]
+EXACT = ["training.precision=fp32", "adapter.dropout=0", "training.max_steps=2"]
 
 Make = Callable[..., Together]
 
@@ -127,7 +127,6 @@ def test_a_single_row_that_does_not_fit_ends_all_ranks(job: Make) -> None:
     assert "alone in its micro-batch, on rank 1" in second.in_one_line
     assert "rank 1 ended: out of memory" in first.in_one_line
     assert starts(together.run) == [0]
-    assert [each.code for each in together.go(2)] == [0, 0]
 
 
 def test_after_an_evaluation_that_does_not_fit_the_same_command_goes_on(job: Make, alone: RunDirectory) -> None:

@@ -61,12 +61,23 @@ def assert_close(found: RunDirectory, expected: RunDirectory) -> None:
 
 def test_several_processes_train_what_one_trains(job: Make, alone: RunDirectory) -> None:
     """Also in an epoch's last step, which has one row for all of them, and with two held-out rows."""
-    together = job(*EXACT)
-    assert_all(together.go(3), 0)
+    together = job(*EXACT, "memory.check=warn")
+    ended = together.go(3)
+    assert_all(ended, 0)
     assert_close(together.run, alone)
     assert metric(together.run, "tokens") == metric(alone, "tokens")
     for name in ("loss", "grad_norm", "eval_loss"):
         assert metric(together.run, name) == pytest.approx(metric(alone, name), rel=1e-5)
+    # The first process alone writes the run and prints.
+    first, *others = ended
+    assert "6 rows over 3 processes; each 2 rows = 2 micro-batches of 1" in first.output
+    assert [each.output for each in others] == ["", ""]
+    names = [event["event"] for event in together.run.events()]
+    assert names.count("largest_batch_fits") == names.count("trained") == names.count("finished") == 1
+    assert json.loads(together.run.forecast_file.read_text())["fits"]
+    own = together.run.of_rank(1)
+    assert sorted(path.name for path in own.path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
+    assert metric(own, "step", "loss") == metric(together.run, "step", "loss")
 
 
 def test_killed_processes_resume_to_the_same_bits(job: Make) -> None:
@@ -105,6 +116,7 @@ def test_a_signal_to_one_process_saves_and_ends_all(job: Make, alone: RunDirecto
     assert metric(stopped.run, "eval_loss") == pytest.approx(metric(alone, "eval_loss"), rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_signal_in_the_evaluation_that_ends_two_ranks_early_adds_no_step(job: Make) -> None:
     early = ["training.max_steps=30", "training.micro_batch=3", "training.eval_every=1", "training.early_stopping=1",
              "training.learning_rate=0.5", "training.schedule=constant", "output.best=false"]  # fmt: skip
@@ -142,16 +154,3 @@ def test_processes_are_refused_where_another_one_trains(job: Make) -> None:
     assert second.output == ""
     other.send(signal.SIGKILL)
     other.wait()
-
-
-def test_only_the_first_process_writes_the_run_and_prints(job: Make) -> None:
-    together = job(*EXACT, "training.max_steps=2", "memory.check=warn")
-    first, second = together.go(2)
-    assert "6 rows over 2 processes; each 3 rows = 3 micro-batches of 1" in first.output
-    assert second.output == ""
-    names = [event["event"] for event in together.run.events()]
-    assert names.count("largest_batch_fits") == names.count("trained") == names.count("finished") == 1
-    assert json.loads(together.run.forecast_file.read_text())["fits"]
-    own = together.run.of_rank(1)
-    assert sorted(path.name for path in own.path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
-    assert metric(own, "step", "loss") == metric(together.run, "step", "loss")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Children
-from jobs import QUICK, metric, save_base
+from jobs import QUICK, metric, sampled, save_base
 from safetensors.torch import load_file, save_file
 from together import Together, assert_all
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -100,24 +100,22 @@ def mixture(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder, tiny_base)
 
 
-def test_ranks_train_adapters_on_experts_as_one_process_does(job: Make, mixture: Path) -> None:
+@pytest.mark.parametrize("way", sampled([[], [FSDP]], [FSDP]), ids=["copies", "shards"])
+def test_ranks_train_adapters_on_experts_as_one_process_does(job: Make, mixture: Path, way: list[str]) -> None:
     """Also with shards of the experts, which the layer that holds them gathers."""
     shared = [*EXACT, f"model.name={mixture}", "quantization.kind=none", "adapter.dropout=0"]
-    jobs = {run: job(*shared, *more, run=run) for run, more in {"alone": [], "ddp": [], "fsdp": [FSDP]}.items()}
-    assert_all(jobs["alone"].go(1), 0)
-    assert any(".experts." in name for name in weights(jobs["alone"].run))
-    for name in ("ddp", "fsdp"):
-        assert_all(jobs[name].go(2), 0)
-        assert_close(jobs[name].run, jobs["alone"].run)
+    alone, together = job(*shared, run="alone"), job(*shared, *way, run="together")
+    assert_all(alone.go(1), 0)
+    assert any(".experts." in name for name in weights(alone.run))
+    assert_all(together.go(2), 0)
+    assert_close(together.run, alone.run)
 
 
 def test_killed_ranks_resume_to_the_same_bits_and_one_process_goes_on(job: Make) -> None:
     """With every weight trained, and 8-bit states, which one process updates alike, and in the same files."""
     full = [FSDP, "optimizer.kind=adamw_8bit", "quantization.kind=none", "adapter.kind=none"]
-    alone, whole, killed = (job(*full, run=run) for run in ("alone", "whole", "killed"))
-    assert_all(alone.go(1), 0)
+    whole, killed = job(*full, run="whole"), job(*full, run="killed")
     assert_all(whole.go(2), 0)
-    assert_close(whole.run, alone.run, rounded=True)
     killed.kill(2, step=4, saved=2)
     shutil.copytree(killed.run.path, killed.run.path.with_name("fewer"))
     assert_all(killed.go(2), 0)
@@ -125,7 +123,7 @@ def test_killed_ranks_resume_to_the_same_bits_and_one_process_goes_on(job: Make)
     fewer = job(*full, run="fewer")
     assert_all(fewer.go(1), 0)
     assert [event["step"] for event in fewer.run.events() if event["event"] == "resumed"] == [2]
-    assert_close(fewer.run, alone.run, rounded=True)
+    assert_close(fewer.run, whole.run, rounded=True)
 
 
 def test_ranks_that_would_cut_blocks_of_8_bit_states_are_refused(job: Make) -> None:
