@@ -198,7 +198,7 @@ def test_layer_inputs_on_the_host_are_managed_memory_on_a_card_and_nothing_on_a_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mixture"])
+@pytest.mark.parametrize("name", sampled(["llama", "mixture"], "llama"))
 def test_memory_grows_in_proportion_to_a_long_row(name: str) -> None:
     """Nothing grows with the square of its length, and on the fused path nothing is as wide as the MLP."""
     job = tiny_models.config(
@@ -218,7 +218,7 @@ def test_memory_grows_in_proportion_to_a_long_row(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["card", "cpu"])
+@pytest.mark.parametrize("where", sampled(["card", "cpu"], "card"))
 def test_memory_and_work_grow_in_proportion_to_a_row_longer_than_its_windows(where: str) -> None:
     """With a window, attention on a card takes the pairs of tokens that it leaves, in both directions."""
     base = tiny_models.architecture("mistral", 1)
@@ -357,9 +357,12 @@ _OTHERS: list[dict[str, Any]] = [
         pytest.param("llama", 2, "RTX 4090", {"kernels__fused": "on"}, _OTHERS, id="fused"),
         pytest.param("llama", 2, None, {"quantization__kind": "int8"}, _OTHERS[:2], id="int8", marks=pytest.mark.long),
         pytest.param("windows", 3, "RTX 3090", {}, _OTHERS[:2], id="windows", marks=pytest.mark.long),
-        pytest.param("mixture", 2, "RTX 4090", {"training__precision": "fp16"}, _OTHERS[::3], id="mixture"),
+        pytest.param(
+            "mixture", 2, "RTX 4090", {"training__precision": "fp16"}, _OTHERS[::3], id="mixture",
+            marks=pytest.mark.long,
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_model_traced_before_gives_the_forecast_that_a_new_one_gives(
     architecture: str, layers: int, card: str | None, changes: dict[str, Any], settings: list[dict[str, Any]]
 ) -> None:

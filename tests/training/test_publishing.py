@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import adapter_weights, save_base
+from jobs import adapter_weights, sampled, save_base
 from messages import refusal, reported
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -97,7 +97,7 @@ def older(run: RunDirectory) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["deepseek", "dora"])
+@pytest.mark.parametrize("which", sampled(["deepseek", "dora"], "deepseek"))
 def test_a_finished_run_publishes_its_adapter_again_if_it_is_not_the_trained_one(
     which: str, quick: Any, deepseek: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -99,7 +99,14 @@ def of_plain_peft(
     return float(total.detach()) / count, {name: weight.grad for name, weight in trained.items()}
 
 
-@pytest.mark.parametrize("vision", ["frozen", "adapter"])
+@pytest.mark.parametrize(
+    ("job", "vision"),
+    sampled(
+        itertools.product(seeing.FAMILIES, ("frozen", "adapter")),
+        ("qwen3_vl", "adapter"), *((family, "frozen") for family in seeing.FAMILIES if family not in ALIKE),
+    ),
+    indirect=["job"],
+)  # fmt: skip
 def test_loss_and_gradients_are_those_of_plain_transformers_and_peft(
     vision: str, job: tuple[str, Path], loop: Loop
 ) -> None:
