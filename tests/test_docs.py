@@ -52,7 +52,7 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
     assert dead == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_site_is_built_without_a_warning_and_loads_nothing_from_another_host(tmp_path: Path) -> None:
     """mkdocs warns of links and anchors that lead nowhere, and of pages that no reader finds in the navigation."""
     pytest.importorskip("mkdocs")

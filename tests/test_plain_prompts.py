@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import write_rows
+from jobs import sampled, write_rows
 
 import finetune
 from finetune.data.prepare import prepare
@@ -40,7 +40,7 @@ def write(folder: Path, name: str = "rows.jsonl") -> Path:
     return folder / name
 
 
-@pytest.mark.parametrize("separator", ["", "\n"])
+@pytest.mark.parametrize("separator", sampled(["", "\n"], "\n"))
 def test_what_is_asked_of_a_run_and_of_its_exports_is_what_was_trained(
     separator: str, quick: Any, tmp_path: Path, call: Call
 ) -> None:

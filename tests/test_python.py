@@ -149,7 +149,7 @@ def test_a_dict_and_arguments_give_the_config_of_a_file_and_replace_its_keys(
 @pytest.mark.slow
 def test_defaults_of_torch_that_a_notebook_has_set_change_neither_forecast_nor_training(quick) -> None:
     def figures(run: str) -> list[Any]:
-        config, quiet = quick("training.max_steps=2", run=run), Terminal(quiet=True)
+        config, quiet = quick("training.max_steps=1", run=run), Terminal(quiet=True)
         trained = finetune.train(config, terminal=quiet).run
         finetune.merge(trained, terminal=quiet)
         answer = finetune.generate(trained, "Say 3", which="merged", max_new_tokens=4)
@@ -279,7 +279,7 @@ def read_or_refused(config: Any) -> finetune.Config | str:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(row=st.dictionaries(names, odd, max_size=4), value=odd)
 def test_whatever_python_gives_for_rows_is_read_or_refused_with_its_location(row: dict[str, Any], value: Any) -> None:
     for rows in ([row], [MappingProxyType(row)], [{"prompt": "a", "completion": "b", "id": value}], [row, value]):
@@ -293,7 +293,7 @@ def test_whatever_python_gives_for_rows_is_read_or_refused_with_its_location(row
                 formats.read(one.fields, "auto", {})
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(section=odd, value=odd)
 @always(section={"r": 10**5000}, value=None)  # a key of other tools
 def test_whatever_python_gives_for_a_config_is_read_or_refused(section: Any, value: Any) -> None:
@@ -445,7 +445,7 @@ def test_the_forecast_is_of_the_objective_that_is_given(quick) -> None:
 
 @pytest.mark.slow
 def test_a_plan_has_the_config_what_was_chosen_and_the_levers(quick) -> None:
-    plan = finetune.plan(quick("training.micro_batch=auto", "data.max_length=2048"), "24GiB")
+    plan = finetune.plan(quick("training.micro_batch=auto", "data.eval=none"), "24GiB")
     assert plan.fitted
     assert plan.config.training.micro_batch == plan.fitted.value("training.micro_batch")
     assert plan.levers == ()
