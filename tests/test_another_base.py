@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jobs import sampled
 
 import finetune
 from finetune.config import dump
@@ -61,7 +62,7 @@ def test_the_weights_of_another_base_are_refused(use: str, run: RunDirectory, ba
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", sampled(USES, "generate", "merge"))
 def test_the_same_files_elsewhere_are_the_same_base(
     use: str, run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,7 +98,7 @@ def test_doctor_compares_the_base_of_an_unfinished_run_with_its_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", ["generate", "evaluate", "merge"])
+@pytest.mark.parametrize("use", sampled(["generate", "evaluate", "merge"], "generate"))
 def test_a_run_of_an_earlier_version_is_used_with_a_note(
     use: str, run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:

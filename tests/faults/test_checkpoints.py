@@ -218,24 +218,25 @@ def test_a_training_on_a_full_disk_ends_in_4_and_goes_on_when_there_is_room(job,
     assert starved.weights == whole.weights
 
 
-@pytest.mark.parametrize("event", ["open", "fsync", "rename", "mkdir"])
-def test_an_input_output_error_ends_in_4_with_the_checkpoint_before(
-    children: Children, tmp_path: Path, event: str
-) -> None:
-    run = made(tmp_path / "run")
-    checkpoint.write(run, contents(1))
-    ended = children.run(["save", run.path, 2], Fault(event, "step-00000002.incomplete", action=errno.EIO))
-    assert ended.code == 4
-    assert "Input/output error" in ended.output
-    assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
+FAILED_SAVES = {
+    **{
+        event: (Fault(event, "step-00000002.incomplete", action=errno.EIO), "Input/output error")
+        for event in ("open", "fsync", "rename", "mkdir")
+    },
+    "size": (Fault(file_bytes=2048), "File too large"),
+    "bits": (Fault("read", "adapter.safetensors", action="flip"), "reads back differently than it was written"),
+}
+"""Faults of a disk, and what is said of them."""
 
 
-def test_a_limit_on_the_size_of_files_ends_in_4_with_the_checkpoint_before(children: Children, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FAILED_SAVES)
+def test_a_save_that_fails_ends_in_4_with_the_checkpoint_before(children: Children, tmp_path: Path, name: str) -> None:
+    fault, said = FAILED_SAVES[name]
     run = made(tmp_path / "run")
     checkpoint.write(run, contents(1))
-    ended = children.run(["save", run.path, 2], Fault(file_bytes=2048))
+    ended = children.run(["save", run.path, 2], fault)
     assert ended.code == 4
-    assert "File too large" in ended.output
+    assert said in ended.in_one_line
     assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
 
 
@@ -305,17 +306,6 @@ def files_of(folder: Path) -> list[str]:
 
 FILES = ["adapter_config.json", "adapter_model.safetensors", "manifest.json", "optimizer.safetensors", "state.json",
          "trainer_state.json"]  # fmt: skip
-
-
-def test_a_disk_that_gives_back_other_bits_ends_in_4_before_anything_is_published(
-    children: Children, tmp_path: Path
-) -> None:
-    run = made(tmp_path / "run")
-    checkpoint.write(run, contents(1))
-    ended = children.run(["save", run.path, 2], Fault("read", "adapter.safetensors", action="flip"))
-    assert ended.code == 4
-    assert "adapter.safetensors reads back differently than it was written" in " ".join(ended.output.split())
-    assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
 
 
 def test_a_run_falls_back_to_the_newest_whole_checkpoint_and_says_so(job, whole: Job, damaged: RunDirectory) -> None:

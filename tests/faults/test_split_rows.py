@@ -64,7 +64,7 @@ def alone(make: Make) -> Callable[..., RunDirectory]:
         ),
         pytest.param(
             PLAIN, 4, ["distributed.context=2", "distributed.kind=fsdp", "data.packing=true", "model.attention=eager"],
-            id="16 bit, two groups with shards of the weights, packed",
+            id="16 bit, two groups with shards of the weights, packed", marks=pytest.mark.long,
         ),
     ],
 )  # fmt: skip
