@@ -6,10 +6,11 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 from children import Children, Fault
 from transformers import AutoConfig
 
-from finetune.model.source.locate import BUILTIN_BASE, locate
+from finetune.storage.rundir import RunDirectory
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -20,10 +21,16 @@ def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name not in ("merge.json", "README.md")}
 
 
-def test_it_is_completed_with_the_same_files(children: Children, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(shallow_base: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run on a base of four shards."""
+    folder = tmp_path_factory.mktemp("merging")
+    merging.write_base(folder / "base", AutoConfig.from_pretrained(shallow_base), 4)
+    return merging.make_run(folder / "run", folder / "base", "quantization.kind=none", tokens=32)[0]
+
+
+def test_it_is_completed_with_the_same_files(children: Children, run: RunDirectory) -> None:
     """`make bench` kills one at 20 random moments, and at each thing that it does to a file."""
-    merging.write_base(tmp_path / "base", AutoConfig.from_pretrained(locate(BUILTIN_BASE)), 4)
-    run, _ = merging.make_run(tmp_path / "run", tmp_path / "base", tokens=32)
     assert children.run(["merge", run.path]).code == 0
     whole = files(run.merged)
     for fault, shards_kept in (
@@ -45,9 +52,9 @@ def test_it_is_completed_with_the_same_files(children: Children, tmp_path: Path)
     assert sorted(path.name for path in run.path.iterdir() if "merged" in path.name) == ["merged"]
 
 
-def test_while_one_merges_no_other_process_merges_exports_or_trains_there(children: Children, tmp_path: Path) -> None:
-    merging.write_base(tmp_path / "base", AutoConfig.from_pretrained(locate(BUILTIN_BASE)), 4)
-    run, _ = merging.make_run(tmp_path / "run", tmp_path / "base", tokens=32)
+def test_while_one_merges_no_other_process_merges_exports_or_trains_there(
+    children: Children, run: RunDirectory
+) -> None:
     first = children.start(
         ["merge", run.path], Fault("finetune.export.merging.merged_files:write_weights", action="SIGSTOP")
     )
