@@ -15,7 +15,11 @@ from finetune.storage.rundir import RunDirectory
 def test_a_renewal_writes_report_and_plot_and_an_unwritable_report_does_no_harm(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And runs no code of the working directory, which may be a run directory that somebody else made."""
     monkeypatch.setattr(renewal, "_EVERY_SECONDS", 0)
+    for name in ("json.py", "torch.py", "typer.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'it_ran')!r}, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
     whole, nowhere = Renewal(run), Renewal(RunDirectory(tmp_path / "gone"))
     for one in (whole, nowhere):
         one.renew()
@@ -25,24 +29,9 @@ def test_a_renewal_writes_report_and_plot_and_an_unwritable_report_does_no_harm(
     assert [one._process.wait(600) for one in (whole, nowhere)] == [0, 7]
     assert run.report_file.stat().st_size
     assert run.plot_file.stat().st_size
+    assert not (tmp_path / "it_ran").exists()
     nowhere.renew()
     nowhere.stop()
-
-
-@pytest.mark.slow
-def test_a_renewal_runs_no_code_of_the_working_directory(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be a run directory that somebody else made."""
-    monkeypatch.setattr(renewal, "_EVERY_SECONDS", 0)
-    for name in ("json.py", "torch.py", "typer.py"):
-        (tmp_path / name).write_text(f"open({str(tmp_path / 'it_ran')!r}, 'w').close()\n")
-    monkeypatch.chdir(tmp_path)
-    one = Renewal(run)
-    one.renew()
-    assert one._process
-    assert one._process.wait(600) == 0
-    assert not (tmp_path / "it_ran").exists()
 
 
 def test_a_short_run_starts_no_process(run: RunDirectory) -> None:
