@@ -44,9 +44,11 @@ def tell():
 
 report = sys.argv.pop(1)
 ends_at = {"its first line": "", "its first step": "step 1/"}.get(sys.argv[1])
-if ends_at is not None:
+on_a_terminal = sys.argv[1] == "on a terminal"
+if ends_at is not None or on_a_terminal:
     del sys.argv[1]
-    Watched.isatty = lambda stream: bool(ends_at)
+if on_a_terminal:
+    Watched.isatty = lambda stream: True
 sys.stdout, sys.stderr = Watched(sys.stdout), Watched(sys.stderr)
 from finetune import cli
 try:
@@ -151,13 +153,19 @@ def test_a_forecast_prints_its_job_before_it_imports_the_libraries(
     assert ended.at_the_end.isdisjoint(unneeded)
 
 
-@pytest.mark.slow
-def test_a_run_takes_its_first_step_without_what_it_does_not_need(tmp_path: Path, rows_file: Path) -> None:
-    """And a terminal shows that libraries are imported, before they are."""
-    job = [f"data.train={rows_file}", "data.eval_share=0.2", f"output.dir={tmp_path / 'run'}"]
-    ended = watched(tmp_path, "its first step", "train", TINY, *job)
+def test_a_terminal_shows_that_libraries_are_imported(tmp_path: Path) -> None:
+    ended = watched(tmp_path, "on a terminal", "train", TINY, "data.train=no.jsonl", f"output.dir={tmp_path / 'run'}")
+    assert ended.exit_code == 3
     assert ended.first_line == f"train {TINY}: importing the libraries ..."
     assert ended.at_first_line.isdisjoint(SLOW)
+    # A run needs the compiler only for kernels that it lacks, and pictures only at its end.
+    assert ended.at_the_end.isdisjoint({"torch._inductor.compile_fx", "matplotlib"})
+
+
+@pytest.mark.slow
+def test_a_run_takes_its_first_step_without_what_it_does_not_need(tmp_path: Path, rows_file: Path) -> None:
+    job = [f"data.train={rows_file}", "data.eval_share=0.2", f"output.dir={tmp_path / 'run'}"]
+    ended = watched(tmp_path, "its first step", "train", TINY, *job)
     assert "eval_loss" in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
     assert "torch" in ended.at_the_end
     assert ended.at_the_end.isdisjoint(

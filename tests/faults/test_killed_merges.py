@@ -59,7 +59,11 @@ def test_while_one_merges_no_other_process_merges_exports_or_trains_there(
         ["merge", run.path], Fault("finetune.export.merging.merged_files:write_weights", action="SIGSTOP")
     )
     first.wait_until_stopped()
-    for command in (["merge", run.path], ["export", run.path, "--to", "adapter"], ["train", run.config_file]):
+    for command in (
+        ["merge", run.path],
+        ["export", run.path, "--to", "adapter"],
+        ["train", run.config_file, f"output.dir={run.path}"],
+    ):
         ended = children.run(command)
         assert ended.code == 4, ended.output
         assert f"in use by process {first.pid}" in " ".join(ended.output.split())

@@ -258,12 +258,12 @@ def test_a_batch_that_ranks_cannot_share_is_refused_before_anything_is_forecast(
 
 
 @functools.cache
-def zero(stage: str, ranks: int, card: str | None = None, **changes: Any) -> Forecast:
+def zero(stage: str, ranks: int, card: str | None = None, layers: int = 2, **changes: Any) -> Forecast:
     config = job(
         distributed__kind="deepspeed", distributed__stage=stage, optimizer__kind="adamw_torch_fused", **changes
     )
     device = tiny_models.card(card) if card else tiny_models.cpu()
-    return Planner(config, tiny_models.architecture(layers=2), device, None, ranks).forecast()
+    return Planner(config, tiny_models.architecture(layers=layers), device, None, ranks).forecast()
 
 
 @pytest.mark.slow
@@ -323,8 +323,8 @@ def test_zero_sends_reduced_gradients_and_gathered_weights() -> None:
 
 @pytest.mark.slow
 def test_zero_offloads_to_the_host_and_to_a_disk() -> None:
-    plain = zero("weights", 2, CARD, **FULL)
-    host = zero("weights", 2, CARD, **FULL, distributed__offload="cpu")
+    plain = zero("weights", 2, CARD, LAYERS, **FULL)
+    host = zero("weights", 2, CARD, LAYERS, **FULL, distributed__offload="cpu")
     assert host.needed_bytes < plain.needed_bytes
     assert host.host_bytes > plain.host_bytes
     assert host.copied_bytes > plain.copied_bytes == 0
@@ -333,12 +333,12 @@ def test_zero_offloads_to_the_host_and_to_a_disk() -> None:
 @pytest.mark.slow
 def test_the_time_of_a_disk_is_its_bytes_over_its_bandwidth() -> None:
     """Weights, two states and gradients, in float32, each read and written once a step; norms are too small for it."""
-    architecture = tiny_models.architecture(layers=2)
+    architecture = tiny_models.architecture(layers=LAYERS)
     changes = {**FULL, "distributed__nvme_path": "/tmp", "optimizer__kind": "adamw_torch_fused"}
     config = job(distributed__kind="deepspeed", distributed__offload="nvme", **changes)
     disk = Planner(config, architecture, tiny_models.card(CARD), None, 1).forecast()
-    memory = zero("weights", 1, CARD, **FULL, distributed__offload="cpu")
-    trained = zero("optimizer", 1, **FULL).categories["adapter"]
+    memory = zero("weights", 1, CARD, LAYERS, **FULL, distributed__offload="cpu")
+    trained = zero("optimizer", 1, layers=LAYERS, **FULL).categories["adapter"]
     assert 0.99 * 4 * trained < disk.swapped_bytes < 4 * trained
     assert disk.seconds - memory.seconds == pytest.approx(disk.swapped_bytes * (1 / 7e9 + 1 / 5e9), rel=0.01)
     assert disk.as_dict()["sharding"]["offload"] == "nvme"
