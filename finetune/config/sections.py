@@ -71,26 +71,24 @@ class ModelSection(Section):
     """Base model: `builtin:tiny-llama`, a local directory, a GGUF file, or a hub name such as
     `meta-llama/Llama-2-7b-hf`."""
     revision: str | None = None
-    """Hub branch, tag or commit. Pin a commit to make the run repeatable."""
+    """Hub branch, tag or commit. A commit makes the run repeatable."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """`random` builds the architecture with random weights, layer by layer, to measure a job without downloads.
-    `training.seed` does not change them."""
+    """`random` builds the architecture with random weights, always the same, to measure a job without downloads."""
     tokenizer: PathOrName | None = None
     """Tokenizer, if not the model's own: `builtin:tiny-llama`, a local directory or a hub name."""
     rope_scaling: RopeScaling | None = None
     """Rotary scaling for rows longer than the base was trained on: `{rope_type: yarn, factor: 4}`; types are `linear`,
-    `yarn` and `llama3`. It is part of the base from then on, in a merged model and in the commands that serve an
-    adapter as well."""
+    `yarn` and `llama3`. It is part of the base from then on, merged and served as well."""
     vocabulary: Positive | None = None
-    """Rows of the embedding and the head where the base has fewer, as `data.new_tokens` needs; it sets this itself."""
+    """Rows of the embedding and the head where the base has fewer; `data.new_tokens` sets this itself."""
     labels: list[str] = []
     """What a sequence classifier's head scores, in place of the next token. The objectives `reward` and
     `classification` set it."""
     vision: Literal["none", "frozen", "adapter"] = "none"
-    """What is loaded of a base that also sees: `none`, its language layers alone; `frozen`, its model of images too,
-    which rows with images need; `adapter`, the same with adapters on that model as well. It is not quantized."""
+    """What is loaded of a base that also sees: `none`, its language layers alone; `frozen`, its vision model too, which
+    rows with images need; `adapter`, the same with adapters on it. It is not quantized."""
     attention: Annotated[str, Choice("model.attention")] = "auto"
-    """Attention implementation; `auto` takes the fastest available on this machine and logs why."""
+    """Attention implementation; the header says which `auto` took, and why."""
     trust_remote_code: bool = False
     """Run Python code shipped with the model. Requires `model.revision` to be a full commit hash. Honoured in your own
     config and on the command line, not in a run directory."""
@@ -109,8 +107,7 @@ class QuantizationSection(Section):
     """How the frozen base weights are stored."""
 
     kind: Annotated[str, Choice("quantization.kind")] = "nf4"
-    """Storage of the frozen linear weights (QLoRA, arXiv 2305.14314, section 3). They are quantized while the base is
-    loaded from files in 16 or 32 bit."""
+    """Storage of the frozen linear weights (QLoRA, arXiv 2305.14314, section 3), quantized while the base is loaded."""
     double: bool = True
     """Quantize the quantization constants as well: 4.127 instead of 4.5 bits per parameter (4-bit kinds only)."""
 
@@ -124,19 +121,17 @@ class AdapterSection(Section):
     """Rank r of the update BA."""
     ranks: Annotated[dict[TargetNameEnd, Positive], Usual(RANKS)] = {}
     """Other ranks for some linear layers: `{q_proj: 32, "layers[.][0-3][.].*": 8}`. A key is a layer's name, or a
-    regular expression for its full name or an end of it, as in PEFT's `rank_pattern`; the first that matches counts.
-    `alpha` is the same for all."""
+    regular expression for an end of its full name, as in PEFT's `rank_pattern`; the first that matches counts."""
     expert_rank: Literal["auto"] | Annotated[int, Field(ge=0, le=_COUNT)] = "auto"
     """Rank of the update of each expert of a mixture. `auto` is `rank` divided by the number of experts that a token
-    visits, and at least 1: a token then meets as many trained parameters as in a dense layer of the same width. 0
-    leaves experts out of `all-linear`."""
+    visits, and at least 1. 0 leaves experts out of `all-linear`."""
     alpha: Above0 = 32
     """The update is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
     dropout: Annotated[ShareBelow1, Usual("0 to 0.1")] = 0.0
     """Dropout probability on the adapter's input."""
     targets: Literal["all-linear"] | Annotated[list[TargetName], Field(min_length=1), OneOrMore()] = "all-linear"
-    """Modules that get an adapter: `all-linear` (every linear layer that rows of text train, and experts, except the
-    output head and routers) or a list of names, or of regular expressions that match full names, such as
+    """Modules that get an adapter: `all-linear` (every linear layer that rows of text train, and experts, but not the
+    output head and routers) or a list of names, or of regular expressions for full names, such as
     `.*layers[.][0-7][.]mlp.*`. Fused experts are named as `experts.gate_up_proj`."""
     rslora: bool = False
     """Rank-stabilised scaling (arXiv 2312.03732)."""
@@ -153,7 +148,7 @@ class AdapterSection(Section):
     extra_modules: Annotated[list[str], OneOrMore()] = []
     """Modules trained in full and saved with the adapter, such as `embed_tokens` or `lm_head`."""
     new_rows: list[Annotated[list[TokenId], Field(min_length=2)]] = []
-    """Rows of the embedding and the head that are trained alone, each followed by the rows whose mean it starts from;
+    """Rows of the embedding and the head that are trained alone, each with the rows whose mean it starts from;
     `data.new_tokens` sets this itself."""
 
     def rank_of_experts(self, active: int) -> int:
@@ -207,20 +202,17 @@ class DataSection(Section):
 
     train: Sources = "builtin:python_docs"
     """Training rows: `builtin:python_docs`, a hub data set, or a local file (JSONL, JSON, CSV, TSV, text, Excel,
-    Parquet or Arrow; text files also as .gz or .zst), folder or pattern such as `corpus/*.jsonl`. A list
-    combines several; rows of an item `{source: corpus/, weight: 2}` are seen twice as often. Of a folder or pattern
-    with splits, as `datasets` names them (`train.jsonl`, `test-00000-of-00001.parquet`, `validation/`), only the
-    training split is read. In a run's config, `python:` with a fingerprint stands for rows that a Python program gave.
-    """
+    Parquet or Arrow; text files also as .gz or .zst), folder or pattern such as `corpus/*.jsonl`. A list combines
+    several; rows of an item `{source: corpus/, weight: 2}` are seen twice as often. Of several splits (`train.jsonl`,
+    `test-00000-of-00001.parquet`, `validation/`) only the training split is read. In a run's config, `python:` with a
+    fingerprint stands for rows from Python."""
     eval: Sources = "auto"
-    """Evaluation set: sources like `train`, of a folder with splits the one for validation, or else for tests; `auto`
-    takes the source's own split for validation, or else `eval_share` of the rows by hash; `none` evaluates nothing."""
+    """Evaluation set: sources like `train`, of several splits the one for validation, or else for tests; `auto` takes
+    the split for validation of `train`, or else `eval_share` of its rows by hash; `none` evaluates nothing."""
     eval_share: Annotated[float, Field(gt=0, lt=1), Usual("0.01 to 0.2")] = 0.02
-    """Share of the rows that `eval: auto` holds out by hash where the source has no split for validation; at least ten
-    rows of fifty or more, and one of fewer."""
+    """Share of the rows that `eval: auto` holds out by hash; at least ten rows of fifty or more, and one of fewer."""
     encoding: Literal["cp1250", "cp1251", "cp1252", "cp1253", "cp1254", "cp1257"] | None = None
-    """Encoding of text files that are not UTF-8, which are refused without it: `cp1252` is what Excel writes as CSV in
-    Western Europe."""
+    """Encoding of text files that are not UTF-8: `cp1252` is what Excel writes as CSV in Western Europe."""
     format: Annotated[str, Choice("data.format")] = "auto"
     """Format of a row; `auto` detects it from the fields of each source's first row."""
     columns: dict[str, str] = {}
@@ -228,41 +220,39 @@ class DataSection(Section):
     column `question`."""
     labels: list[str] = []
     """Classes of the objective `classification`, in the order of the head's outputs; by default those of the training
-    rows, numbers by value and names by spelling."""
+    rows, sorted."""
     teacher_tokens: Annotated[int, Field(ge=1, le=1024)] = 32
     """How many of a teacher's tokens are read at each token, the likeliest (`training.objective: distillation`)."""
     separator: str = ""
     """Text between a plain-text prompt and its completion, such as `"\\n"`; whoever asks the trained model writes it
-    after each prompt, as `finetune generate` does."""
+    too, as `finetune generate` does."""
     chat_template: Annotated[PathOrName, Choice("data.chat_template", or_file=".jinja")] = "auto"
     """Chat template that renders a conversation for the model."""
     template_arguments: dict[str, bool | int | str] = {}
-    """Arguments of the chat template, such as `{enable_thinking: false}`. They become its defaults, also where the
-    trained model is asked, exported and served."""
+    """Arguments of the chat template, such as `{enable_thinking: false}`. They become its defaults, also in exports."""
     new_tokens: Annotated[list[Annotated[str, Field(min_length=1)]], OneOrMore()] = []
-    """Tokens to add to the tokenizer, such as `<tool>`: their rows of the embedding and the head are trained, and start
-    from the mean of the tokens that spelled them."""
+    """Tokens to add to the tokenizer, such as `<tool>`: their rows of the embedding and the head start from the mean of
+    the tokens that spelled them, and are trained."""
     control_tokens: Literal["text", "parse"] = "text"
-    """How to treat text in a row that spells a control token, such as `</s>`: `text` tokenizes it as ordinary text, so
-    that no row can forge a turn; `parse` makes it the token, for rows that are already rendered."""
+    """How to treat text in a row that spells a control token, such as `</s>`: `text` tokenizes it as text, so that no
+    row can forge a turn; `parse` makes it the token, for rows that are already rendered."""
     max_length: Positive = 1024
     """Longest row in tokens; the default is lowered to the positions the base has."""
     too_long: Annotated[str, Choice("data.too_long")] = "truncate"
-    """How to treat longer rows; they are counted, and listed in the run's data.jsonl."""
+    """How to treat longer rows; they are listed in data.jsonl."""
     image_pixels: Positive | None = None
-    """Most pixels of an image, to which the processor scales down larger ones; by default as many as it does itself.
-    For Idefics 3 and SmolVLM, those of the square of tiles into which a large image is cut."""
+    """Most pixels of an image; larger ones are scaled down. By default what the processor does itself. For Idefics 3
+    and SmolVLM, those of the square of tiles into which an image is cut."""
     duplicates: Literal["keep", "drop"] = "keep"
-    """How to treat rows with the tokens and labels of an earlier one; they are counted and listed as well."""
+    """How to treat rows with the tokens and labels of an earlier one; they are listed as well."""
     packing: bool = False
-    """Concatenate the rows of a micro-batch instead of padding them. No row attends to another, so the gradient is the
-    same. A micro-batch holds `training.micro_batch_tokens`, or as many tokens as `micro_batch` rows of `max_length`.
-    Both answers of a pair share the prompt's tokens."""
+    """Concatenate the rows of a micro-batch instead of padding them, with the same gradient. A micro-batch holds
+    `training.micro_batch_tokens`, or as many tokens as `micro_batch` rows of `max_length`. Both answers of a pair share
+    the prompt's tokens."""
     loss_on: Literal["assistant", "last", "all", "end"] = "assistant"
-    """Tokens in the loss: the assistant's turns with their end-of-turn, only the last of them, or all. For a prompt
-    and completion it is the completion, for tokenized rows their labels. Messages with `train: false` or `weight: 0`
-    are excluded. The objectives `reward` and `classification` set `end`: a head scores the last token of what the
-    tokenizer or the chat template makes of a row."""
+    """Tokens in the loss: the assistant's turns with their end-of-turn, only the last of them, or all. For a prompt and
+    completion it is the completion, for tokenized rows their labels. Messages with `train: false` or `weight: 0` are
+    excluded. The objectives `reward` and `classification` set `end`: a head scores a row's last token."""
 
 
 class TrainingSection(Section):
@@ -271,8 +261,8 @@ class TrainingSection(Section):
     batch_size: RowCount = 16
     """Global batch size: rows per optimizer step, over all ranks."""
     micro_batch: RowCount | Literal["auto"] = 4
-    """Rows per forward pass; gradient accumulation follows from it and does not change the gradient. `auto` takes the
-    fastest one that fits, by the forecast."""
+    """Rows per forward pass, which does not change the gradient. `auto` takes the fastest one that fits, by the
+    forecast."""
     micro_batch_tokens: Positive | None = None
     """Tokens per forward pass, padding included, instead of `micro_batch`: many short rows or few long ones."""
     epochs: Annotated[Above0, Usual("1 to 5")] = 1.0
@@ -287,20 +277,19 @@ class TrainingSection(Section):
     schedule: Annotated[str, Choice("training.schedule")] = "cosine"
     """Learning-rate schedule after warm-up."""
     warmup: AtLeast0 = 0.03
-    """Warm-up: a share of all steps if below 1, otherwise a number of steps. The rate rises linearly to the peak at the
-    last warm-up step."""
+    """Linear warm-up: a share of all steps if below 1, otherwise a number of steps."""
     max_grad_norm: AtLeast0 = 1.0
     """Gradient clipping: gradients are scaled down to this norm; 0 disables it."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Precision of the forward and backward pass; fp16 uses loss scaling. `auto` is the fastest that the device
-    computes natively and that no other key rules out; a run goes on in the one that it was started in."""
+    computes natively and that no other key rules out."""
     neftune_noise_alpha: Annotated[Above0, Usual("5 to 15")] | None = None
     """Uniform noise on the input embeddings in training: in [-1, 1] times this, over sqrt(L d) for a row of L tokens
     without padding, each of d channels (NEFTune, arXiv 2310.05914)."""
     group_by_length: bool = True
     """Batch rows of similar length together to reduce padding; the order of batches stays random."""
     eval_every: Positive | None = None
-    """Evaluate every so many steps, in addition to before the first and after the last."""
+    """Evaluate every so many steps, besides before the first and after the last."""
     early_stopping: Positive | None = None
     """Stop after this many evaluations without a lower evaluation loss."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
@@ -332,17 +321,16 @@ class PreferenceSection(Section):
     target_margin: AtLeast0 | None = None
     """Margin by which the chosen answer should win (SimPO's gamma); null is the method's default."""
     nll_weight: AtLeast0 = 0.0
-    """Weight of the chosen answer's mean cross-entropy, added to the loss, which keeps the chosen answer from becoming
-    less likely together with the rejected one; in distillation, that of the labels."""
+    """Weight of the chosen answer's mean cross-entropy in the loss, which keeps that answer from becoming less likely;
+    in distillation, that of the labels."""
     desirable_weight: AtLeast0 = 1.0
-    """Weight of the loss of a desirable answer (KTO's lambda_D); times their number, it should be 1 to 4/3 times what
-    undesirable ones have (arXiv 2402.01306, section 4)."""
+    """Weight of the loss of a desirable answer (KTO's lambda_D); times their number, it should be 1 to 4/3 times that
+    of undesirable ones."""
     undesirable_weight: AtLeast0 = 1.0
     """Weight of the loss of an undesirable answer (KTO's lambda_U)."""
     reference: Literal["auto", "cached", "in_step"] = "auto"
-    """Where the log-probabilities of the starting model come from. `cached`: scored before the first step and kept with
-    the prepared rows. `in_step`: computed in each step with the adapter off, which needs an adapter that starts at
-    zero. The result is the same; `auto` chooses."""
+    """Where the log-probabilities of the starting model come from, with the same result. `cached`: scored before the
+    first step. `in_step`: computed in each step with the adapter off, which needs an adapter that starts at zero."""
     reward_centering: AtLeast0 = 0.0
     """Weight of the square of the two rewards' sum, by which rewards stay around zero (reward models)."""
 
@@ -374,8 +362,7 @@ class MemorySection(Section):
     matrix products, `keep-both` all but these. Or numbers of layers, those that recompute most first: `{all: 20,
     keep-products: 12}`. `auto` takes the fastest that fits, by the forecast, and `all` without one."""
     offload: Literal["none", "checkpoints"] = "none"
-    """`checkpoints` keeps the layer inputs that checkpointing saves in pinned host memory; copies run beside the
-    arithmetic."""
+    """`checkpoints` keeps the layer inputs that checkpointing saves in pinned host memory."""
     loss_tokens: Positive = 4096
     """Size of a tile of logits in tokens; smaller tiles take less memory and slightly more time."""
     budget: Size | None = None
@@ -384,8 +371,8 @@ class MemorySection(Section):
     check: Literal["refuse", "warn", "off"] = "refuse"
     """What to do with a job that does not fit, by the forecast before training."""
     limit: Size | None = None
-    """Hard limit on this process's GPU memory, CUDA context included, such as 24GiB; more is an out-of-memory error.
-    Also caps the budget. No effect on a CPU."""
+    """Hard limit on this process's GPU memory, CUDA context included; more is an out-of-memory error. Also caps the
+    budget. No effect on a CPU."""
     snapshot: bool = False
     """Record the CUDA allocator's history and write it at the end, for pytorch.org/memory_viz. A snapshot without
     history is always written on out of memory."""
@@ -397,11 +384,10 @@ class KernelsSection(Section):
     """Fused kernels for the training step."""
 
     fused: Literal["auto", "on", "off"] = "auto"
-    """Compute layers with adapters, gated MLPs, norms and rotary embeddings with fused kernels, to the same results:
-    `auto` wherever they apply and agree with the model's own code on a few tokens at start, but not in layers that are
-    sharded or that `compile` compiles; `on` refuses a model where none applies or one disagrees; `off` uses
-    PEFT's and transformers' modules. Unless it is `off`, a frozen head's logits are computed once instead of twice, if
-    that agrees as well."""
+    """Compute adapters, gated MLPs, norms, rotary embeddings and the logits of a frozen head with fused kernels: `auto`
+    wherever they apply and agree with the model's own code at start, but not in layers that are sharded or that
+    `compile` compiles; `on` refuses a model where none applies or one disagrees; `off` uses PEFT's and transformers'
+    modules."""
     compile: Literal["none", "layers"] = "none"
     """`layers` compiles the decoder layers that are not fused with `torch.compile`, for training steps alone. The first
     steps then take a minute or more, and the memory forecast is that of the layers as they are."""
@@ -421,11 +407,11 @@ class DistributedSection(Section):
     keeps the optimizer states, with gradients and a float32 copy of the trained weights, on a disk (`deepspeed` with
     `stage: weights`), and the weights in host memory."""
     nvme_path: PathOrName | None = None
-    """The directory for `offload: nvme`, on a fast local disk of each machine. What is written there is removed at the
-    end, or by the next run there."""
+    """The directory for `offload: nvme`, on a fast local disk of each machine. It is emptied at the end, or by the next
+    run there."""
     context: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of ranks that compute each row together, every one a slice of its tokens, so that activations are divided
-    by it (Ulysses context parallelism, arXiv 2309.14509). It must divide the ranks and the model's attention heads."""
+    """Number of ranks that compute each row together, each a slice of its tokens (Ulysses context parallelism, arXiv
+    2309.14509). It must divide the ranks and the model's attention heads."""
 
     def shares(self, world_size: int) -> int:
         """The number of ranks, or of groups of ranks that split rows, among which the rows of a step are divided."""
@@ -452,8 +438,7 @@ class TrackingSection(Section):
     tags: Annotated[list[str], OneOrMore()] = []
     """Tags of the run there; trackers without tags show them among the settings."""
     log_every: Positive | None = None
-    """Print a line to a log every so many steps; by default ten in all. The run directory and the trackers get every
-    step."""
+    """Print a line to a log every so many steps; by default ten in all."""
 
 
 class OutputSection(Section):
@@ -462,7 +447,7 @@ class OutputSection(Section):
     dir: PathOrName | None = None
     """Run directory; `runs/` and the name of the config file by default."""
     save_every: Positive | None = 100
-    """Save a checkpoint every so many steps, in addition to after the last; null: only after the last."""
+    """Save a checkpoint every so many steps and after the last; null: only after the last."""
     keep: Annotated[int, Field(ge=2, le=_COUNT)] = 2
     """Number of checkpoints to keep, including the one with the lowest evaluation loss."""
     best: bool = True
@@ -471,8 +456,7 @@ class OutputSection(Section):
     merge: bool = False
     """Merge after training, as `finetune merge` does."""
     serve: Annotated[str, Choice("output.serve")] | None = None
-    """The form in which the trained model will be served. Training then prepares for it: by `way`, the base is held in
-    that form, or rounded to it afterwards."""
+    """The form in which the trained model will be served, which training prepares for."""
     runtime: Annotated[str, Choice("output.runtime")] | None = None
     """The program that serves it; null: llama.cpp for GGUF files, else vLLM."""
     way: Annotated[str, Choice("output.way")] = "auto"
