@@ -88,7 +88,7 @@ class ModelSection(Section):
     """What is loaded of a base that also sees: `none`, its language layers alone; `frozen`, its vision model too, which
     rows with images need; `adapter`, the same with adapters on it. It is not quantized."""
     attention: Annotated[str, Choice("model.attention")] = "auto"
-    """Attention implementation; the header says which `auto` took, and why."""
+    """Attention implementation; which one `auto` takes is logged with the reason."""
     trust_remote_code: bool = False
     """Run Python code shipped with the model. Requires `model.revision` to be a full commit hash. Honoured in your own
     config and on the command line, not in a run directory."""
@@ -121,7 +121,8 @@ class AdapterSection(Section):
     """Rank r of the update BA."""
     ranks: Annotated[dict[TargetNameEnd, Positive], Usual(RANKS)] = {}
     """Other ranks for some linear layers: `{q_proj: 32, "layers[.][0-3][.].*": 8}`. A key is a layer's name, or a
-    regular expression for an end of its full name, as in PEFT's `rank_pattern`; the first that matches counts."""
+    regular expression for an end of its full name, as in PEFT's `rank_pattern`; the first that matches counts. `alpha`
+    is the same for all."""
     expert_rank: Literal["auto"] | Annotated[int, Field(ge=0, le=_COUNT)] = "auto"
     """Rank of the update of each expert of a mixture. `auto` is `rank` divided by the number of experts that a token
     visits, and at least 1. 0 leaves experts out of `all-linear`."""
@@ -407,8 +408,8 @@ class DistributedSection(Section):
     keeps the optimizer states, with gradients and a float32 copy of the trained weights, on a disk (`deepspeed` with
     `stage: weights`), and the weights in host memory."""
     nvme_path: PathOrName | None = None
-    """The directory for `offload: nvme`, on a fast local disk of each machine. It is emptied at the end, or by the next
-    run there."""
+    """The directory for `offload: nvme`, on a fast local disk of each machine. What is written there is removed at the
+    end, or by the next run there."""
     context: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of ranks that compute each row together, each a slice of its tokens (Ulysses context parallelism, arXiv
     2309.14509). It must divide the ranks and the model's attention heads."""
