@@ -11,6 +11,7 @@ import pytest
 import torch
 from children import PUBLISHING, Fault
 from jobs import QUICK, TINY, adapter_weights, metric, same_adapter, write_rows
+from messages import refusal
 from steps import ready
 
 import finetune
@@ -101,7 +102,7 @@ def test_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_pat
         return run
 
     roomy = train("roomy")
-    little = Fault("finetune.training.eval_loss:EvalLoss.sums", memory_bytes=96 * 2**20, until=PUBLISHING)
+    little = Fault("finetune.training.eval_loss:EvalLoss.sums", memory_bytes=32 * 2**20, until=PUBLISHING)
     tight = train("tight", little)
     assert [event for event in tight.events() if event["event"] == "micro_batch_split"]
     assert metric(tight, "eval_loss") == pytest.approx(metric(roomy, "eval_loss"), rel=1e-6)
@@ -169,8 +170,7 @@ def test_a_save_out_of_memory_is_not_blamed_on_the_step(
 
     monkeypatch.setattr(place, fail)
     config = quick("training.max_steps=1", "data.eval=none", "training.eval_every=null")
-    with pytest.raises(OutOfMemoryError, match=f"while writing .*{name}: ") as found:
+    with refusal(OutOfMemoryError, name) as found:
         finetune.train(config)
-    assert "goes on from the last checkpoint" in str(found.value)
     assert "Try, in this order" not in str(found.value)
     assert "out_of_memory" in [event["event"] for event in RunDirectory(config.output.dir).events()]

@@ -1,4 +1,6 @@
-"""A step does not wait for the device: nothing in it reads a value back but the few numbers that are recorded."""
+"""A step does not wait for the device: nothing in it reads a value back but the few numbers that are recorded, and in
+each micro-batch how many tokens have a label, which the head scores alone.
+"""
 
 from typing import Any
 
@@ -40,7 +42,8 @@ def test_a_step_reads_no_value_back(quick, job: list[str]) -> None:
         loop.step.forward_backward(micro_batches, 1)
         loop.step.clip()
         loop.step.update()
-    assert reads.found == []
+    states_and_labels = ["aten.index.Tensor"] * 2
+    assert reads.found == states_and_labels * len(micro_batches)
     assert any(weight.grad.any() for weight in loop.step.trained())
 
 
