@@ -215,6 +215,8 @@ def _validate(
     if mistakes:  # what other keys say of a value that stands for a removed one would mislead
         return None, mistakes
     given, config = config.model.labels, _with_head(config)
+    if used:  # the version that started the run has checked what belongs to what is gone
+        return config, []
     broken = contradictions(config)
     if not trained and config.scorer and given not in ([], config.model.labels):
         remedy = "name classes in `data.labels`" if config.scorer == "classifier" else "remove it"

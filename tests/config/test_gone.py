@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from messages import refusal
 from pydantic import ValidationError
 
 from finetune.config import Config, gone, values_of, written
@@ -24,10 +25,11 @@ IN_USE = [
 """Key, value that is gone (for a key any but its default), how it is read, and what to use instead."""
 
 
-def _run(folder: Path, key: str, value: object, *events: str) -> RunDirectory:
+def _run(folder: Path, given: dict[str, object], *events: str) -> RunDirectory:
     sections = values_of(Config().changed({"output.dir": str(folder)}))
-    section, _, name = key.partition(".")
-    sections.setdefault(section, {})[name] = value
+    for key, value in given.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
     run = RunDirectory(folder)
     run.create(Config())
     run.config_file.write_text(written(sections))
@@ -57,14 +59,14 @@ def test_what_is_gone_is_refused_where_it_is_written_with_what_to_use_instead(
 def test_a_run_with_what_is_gone_is_read_and_says_so_if_it_is_to_go_on(
     key: str, value: object, read_as: object, instead: str, tmp_path: Path
 ) -> None:
-    finished = _run(tmp_path / "finished", key, value, "started", "saved", "trained", "finished")
+    finished = _run(tmp_path / "finished", {key: value}, "started", "saved", "trained", "finished")
     config = finished.config()
     assert read_as is None or config.value(key) == read_as
     assert resume.is_finished(config, finished, lambda _: None, fresh=False)
-    shown = compare([finished, _run(tmp_path / "other", "output.keep", 3)]).as_dict()
+    shown = compare([finished, _run(tmp_path / "other", {"output.keep": 3})]).as_dict()
     assert shown["differences"][key]["finished"] == value
     assert key in shown["unread"]["finished"]
-    killed = _run(tmp_path / "killed", key, value, "started", "saved")
+    killed = _run(tmp_path / "killed", {key: value}, "started", "saved")
     for run, now in ((killed, config), (finished, config.changed({"training.max_steps": 10**6}))):
         with pytest.raises(ConfigError) as error:
             resume.is_finished(now, run, lambda _: None, fresh=False)
@@ -73,9 +75,23 @@ def test_a_run_with_what_is_gone_is_read_and_says_so_if_it_is_to_go_on(
     assert not resume.is_finished(config, killed, lambda _: None, fresh=True)
 
 
+def test_a_run_trained_with_the_exact_way_to_serve_says_why_its_weights_cannot_be_used(tmp_path: Path) -> None:
+    """Its whole config: the base was held as it would have been served."""
+    exact = {"quantization.snap": True, "output.way": "exact", "quantization.kind": "q4_0", "output.serve": "q4_0"}
+    finished, killed = (
+        _run(tmp_path / name, exact, "started", "saved", *events)
+        for name, events in (("finished", ["trained", "finished"]), ("killed", []))
+    )
+    assert finished.config().quantization.kind == "q4_0"
+    with refusal(ArtifactError, finished.config_file, "quantization.snap"):
+        config_of(finished)
+    with refusal(ConfigError, killed.config_file, "output.way"):
+        resume.is_finished(killed.config(), killed, lambda _: None, fresh=False)
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_that_is_gone_says_nothing_at_its_default_as_each_earlier_run_has_it(key: str, tmp_path: Path) -> None:
-    killed = _run(tmp_path / "killed", key, KEYS[key]["default"], "started", "saved")
+    killed = _run(tmp_path / "killed", {key: KEYS[key]["default"]}, "started", "saved")
     assert not resume.is_finished(config_of(killed), killed, lambda _: None, fresh=False)
     assert load_config(killed.config_file) == config_of(killed)
 
@@ -84,7 +100,7 @@ def test_a_key_that_is_gone_says_nothing_at_its_default_as_each_earlier_run_has_
 def test_weights_that_need_what_is_gone_are_refused_to_commands_that_use_them(
     key: str, value: object, read_as: object, instead: str, tmp_path: Path
 ) -> None:
-    run = _run(tmp_path / "finished", key, value, "started", "saved", "trained", "finished")
+    run = _run(tmp_path / "finished", {key: value}, "started", "saved", "trained", "finished")
     lost = (KEYS.get(key) or VALUES[key][str(value)]).get("lost")
     with pytest.raises(ArtifactError, match=re.escape(lost)) if lost else contextlib.nullcontext():
         config_of(run)
