@@ -101,11 +101,13 @@ def has(key: str) -> bool:
 
 def _published(made: Path, key: str) -> Path:
     target = folder() / key
+    files.flush(made)
+    if os.path.lexists(target) and not has(key):
+        shutil.rmtree(target, ignore_errors=True)
     try:
-        if not has(key):
-            files.publish(made, target)
+        made.rename(target)  # which fails if another process was faster: its entry may be in use
     except OSError:
-        if not has(key):  # another process was not faster
+        if not has(key):
             raise
     shutil.rmtree(made, ignore_errors=True)
     return target

@@ -62,8 +62,7 @@ def _continues(partial: Path, made_from: dict[str, Any]) -> bool:
 
 def publish(partial: Path, target: Path) -> None:
     """Rename a directory to `target`, once it is on the disk, and remove an earlier `target`. Raises OSError."""
-    for path in (*partial.rglob("*"), partial):
-        _fsync(path)
+    flush(partial)
     replaced = target.with_name(target.name + _REPLACED)
     if target.exists():
         target.rename(replaced)
@@ -75,6 +74,12 @@ def publish(partial: Path, target: Path) -> None:
         raise
     _fsync(target.parent)
     _remove(replaced)
+
+
+def flush(folder: Path) -> None:
+    """Bring a folder and all that is in it to the disk. Raises OSError."""
+    for path in (*folder.rglob("*"), folder):
+        _fsync(path)
 
 
 def _put_back(target: Path) -> None:

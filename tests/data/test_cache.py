@@ -21,6 +21,7 @@ import datasets
 import pyarrow
 import pytest
 from jobs import write_rows
+from messages import refusal
 
 from finetune.config import DataSection, Source
 from finetune.data import cache, fingerprint, python_docs, sources
@@ -31,6 +32,7 @@ from finetune.data.prepare import Prepared, prepare, prepare_held_out
 from finetune.data.rows import RowTable, writer
 from finetune.data.rows import mapped as map_file
 from finetune.errors import DataError
+from finetune.storage import files
 from finetune.storage.private import data_cache, not_private
 
 TEXTS = [{"text": f"one two {'so ' * number}"} for number in range(9)]
@@ -295,7 +297,7 @@ def test_nothing_is_kept_of_rows_with_problems(source: Path, tokenizer: Any, kep
     with open(source, "a") as file:
         file.write('{"text": 5}\n')
     for _ in range(2):
-        with pytest.raises(DataError, match=r"train.jsonl:10: `text` must be text"):
+        with refusal(DataError, "train.jsonl:10", "`text`"):
             prepare(section(source), tokenizer)
         assert list(kept.iterdir()) == []
 
@@ -320,6 +322,21 @@ def test_of_two_that_make_the_same_entry_the_second_takes_that_of_the_first(kept
     assert cache.entry(lambda: "key", slow) == kept / "key"
     assert [entry.name for entry in kept.iterdir()] == ["key"]
     assert (kept / "key" / "file").read_text() == "same"
+
+
+def test_an_entry_that_may_be_in_use_is_not_replaced(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flush, faster = files.flush, []
+
+    def overtaken(made: Path) -> None:
+        flush(made)
+        if not faster:
+            faster.append(made)
+            cache.entry(lambda: "key", lambda folder: write_text(folder, "same"))
+            faster.append((kept / "key").stat().st_ino)
+
+    monkeypatch.setattr(files, "flush", overtaken)
+    found = cache.entry(lambda: "key", lambda folder: write_text(folder, "same"))
+    assert found.stat().st_ino == faster[1]
 
 
 def test_rows_in_use_outlive_their_entry(source: Path, tokenizer: Any, kept: Path) -> None:
