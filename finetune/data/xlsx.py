@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import datetime
-import re
 import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from xml.etree import ElementTree
 
 from finetune.data.problems import Problems
 from finetune.errors import DataError, MachineError, first_line
 
 _DAY = datetime.timedelta(days=1)
 _HALF_A_SECOND = datetime.timedelta(seconds=0.5)
-
-# A cell with an error, or with a formula and no result, which a program other than Excel may have written.
-_WITHOUT_TEXT = re.compile(
-    rb'<c (?=[^>]*\br="([A-Z]+(\d+))")'
-    rb'(?:[^>]*\bt="e"[^>]*>.*?<v>(?P<error>[^<]*)|(?![^>]*\bt=)[^>]*><f[^>]*(?:/>|>[^<]*</f>)(?:<v/>|<v></v>)?</c>)'
-)
 
 
 def rows(path: Path, problems: Problems) -> Iterator[tuple[int, list[str]]]:
@@ -49,7 +43,10 @@ def rows(path: Path, problems: Problems) -> Iterator[tuple[int, list[str]]]:
                 )
             for name in full:
                 yield from _rows_of(workbook.get_sheet_by_name(name))
-    except (calamine.CalamineError, zipfile.BadZipFile, zlib.error, NotImplementedError, OSError, EOFError) as error:
+    except (
+        calamine.CalamineError, zipfile.BadZipFile, zlib.error, ElementTree.ParseError, NotImplementedError, OSError,
+        EOFError, ValueError,
+    ) as error:  # fmt: skip
         raise DataError(
             f"{path}: not an Excel workbook, damaged, or with a password; save it again as .xlsx without one, or as "
             f"CSV ({first_line(error)})"
@@ -60,15 +57,31 @@ def _check_parts(path: Path, problems: Problems) -> None:
     """Read each part to its checksum, and add the cells without text, which calamine takes for empty ones."""
     with zipfile.ZipFile(path) as archive:
         for part in archive.namelist():
-            content = archive.read(part)
-            if not part.startswith("xl/worksheets/"):
-                continue
-            for found in _WITHOUT_TEXT.finditer(content):
-                cell, row, error = (group and group.decode(errors="replace") for group in found.groups())
-                why = "a formula without a result; open and save the file in Excel"
-                if error is not None:
-                    why = f"the error {error}; repair it, or empty it"
-                problems.add(f"{path}:{row}: the cell {cell} has {why}")
+            with archive.open(part) as content:
+                if part.startswith("xl/worksheets/") and part.endswith(".xml"):
+                    for cell, row, why in _without_text(content):
+                        problems.add(f"{path}:{row}: the cell {cell} has {why}")
+                while content.read(2**20):
+                    pass
+
+
+def _without_text(worksheet: IO[bytes]) -> Iterator[tuple[str, int, str]]:
+    """Name, row and fault of each cell with an error, or with a formula that no program has computed."""
+    row = column = 0
+    for event, element in ElementTree.iterparse(worksheet, ("start", "end")):
+        kind = element.tag.rpartition("}")[2]
+        if event == "start" and kind == "row":
+            row, column = int(element.get("r", row + 1)), 0
+        elif event == "end" and kind == "c":
+            column += 1
+            parts = {part.tag.rpartition("}")[2]: part.text or "" for part in element}
+            cell, type_ = element.get("r", f"{column} of the row"), element.get("t", "n")
+            if type_ == "e":
+                yield cell, row, f"the error {parts.get('v', '')}; repair it, or empty it"
+            elif type_ == "n" and "f" in parts and not parts.get("v"):
+                yield cell, row, "a formula without a result; open and save the file in Excel"
+        elif event == "end" and kind == "row":
+            element.clear()
 
 
 def _rows_of(sheet: Any) -> Iterator[tuple[int, list[str]]]:
