@@ -29,7 +29,6 @@ from finetune.storage import private
 
 Note = Callable[[str], None]
 
-_FOLDER = "cards"
 # Sides of the product, and numbers of float32 to copy: more than any card's caches hold.
 _SIDE, _COPIED = 4096, 2**25
 _RATE_BYTES = 2 * _COPIED * 4
@@ -160,7 +159,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def _file(device: torch.device) -> Path:
     made_for = json.dumps([environment.hardware(device), torch.__version__], sort_keys=True)
-    return private.cache_folder() / _FOLDER / f"{hashlib.sha256(made_for.encode()).hexdigest()[:32]}.json"
+    return private.folder_beside("cards") / f"{hashlib.sha256(made_for.encode()).hexdigest()[:32]}.json"
 
 
 def _figures() -> pydantic.TypeAdapter[Figures]:

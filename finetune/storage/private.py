@@ -58,6 +58,11 @@ def cache_folder() -> Path:
     return data_cache() / f"finetune-{os.geteuid()}"
 
 
+def folder_beside(name: str) -> Path:
+    """A folder of this user's beside the cache, for what stays however long it is not used."""
+    return Path(f"{cache_folder()}-{name}")
+
+
 def not_private(path: Path) -> str | None:
     """The reason why other users could have written `path`; None if only this user (and root) could.
 

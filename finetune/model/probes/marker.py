@@ -26,7 +26,6 @@ from finetune.model import probes
 from finetune.runtime import environment
 from finetune.storage import private
 
-_FOLDER = "probes"
 # Ctrl-C and SIGTERM end a hang only after this long; earlier, somebody has changed their mind. Compiling a kernel takes
 # a few seconds.
 _HANG_SECONDS = 60.0
@@ -115,7 +114,7 @@ def ended(device: torch.device) -> frozenset[str]:
 
 
 def _folder() -> Path:
-    return private.cache_folder() / _FOLDER
+    return private.folder_beside("probes")
 
 
 def _opened(device: torch.device) -> _File | None:

@@ -140,7 +140,7 @@ _KEPT_SECONDS = 30 * 24 * 3600
 
 def cache() -> Path:
     """The folder of the unpacked files, beside this user's cache: they are kept as long as the GGUF files."""
-    return Path(f"{private.cache_folder()}-gguf")
+    return private.folder_beside("gguf")
 
 
 def unpacked(file: Path) -> Path:
