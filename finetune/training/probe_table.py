@@ -27,7 +27,7 @@ LOSS = "loss"
 FUSED = (*KERNELS, LOSS)
 """What `kernels.fused` turns on."""
 
-_ENDED = "an earlier process ended on such a device while {} was tried; `finetune doctor` says how to try it again"
+_ENDED = "an earlier process ended on such a device while it tested {}; `finetune doctor` says how to try it again"
 
 Stage = Literal["fused", "built", "scoring", "sharing", "split"]
 """How far the model is made: with its fused kernels, complete, with the head that scores labels, with packed segments
@@ -74,7 +74,7 @@ def _loss(subject: Subject) -> str | None:
 
 def _sharing(subject: Subject) -> str | None:
     if "sharing" in marker.ended(subject.model.device):
-        return f"a prompt is computed once for each answer, not for both: {_ENDED.format('that')}"
+        return f"a prompt is computed once for each answer, not for both: {_ENDED.format('whether that is so')}"
     return packed_rows.prove_shared(subject.model)
 
 
@@ -150,11 +150,11 @@ def left_out(config: Config, ended: Collection[str]) -> str | None:
     """
     for name, probe in PROBES.items():
         if name in ended and probe.remedy and probe.applies(config):
-            raise MachineError(f"{_ENDED.format(f'that {probe.shows}')}; to do without, {probe.remedy}")
+            raise MachineError(f"{_ENDED.format(f'whether {probe.shows}')}; to do without, {probe.remedy}")
     off = kernels_off(ended)
     if config.fused == "off" or not off:
         return None
-    tried = [f"that {PROBES[name].shows}" for name in _WHOLE if name in ended]
+    tried = [f"whether {PROBES[name].shows}" for name in _WHOLE if name in ended]
     tried += [f"`{name}`" for name in FUSED if name in ended]
     which = "none is fused" if off == {*FUSED} else f"`{'`, `'.join(sorted(off))}` off"
     return f"kernels: {which}: {_ENDED.format(' and '.join(tried))}"
