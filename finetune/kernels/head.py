@@ -225,7 +225,7 @@ def _no_sums(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """What `ops.fold_logits_` starts with, (3, tokens)."""
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     sums = hidden.new_zeros(3, len(hidden), dtype=wide)
-    sums[0] = -torch.inf
+    sums[0] = torch.finfo(wide).min  # not infinite, which logits may be, so that differences are numbers
     return sums
 
 

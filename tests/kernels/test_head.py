@@ -77,6 +77,17 @@ def test_they_are_those_of_the_whole_logits_and_of_trls_function(
             assert float((one - other).norm()) <= tolerance * float(other.norm())
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_words_that_cannot_follow_may_fill_a_tile(ahead: bool) -> None:
+    given = drawn(5, 8, 21, trained=False, biased=True, dtype=torch.float64)
+    given["bias"] = given["bias"].detach()
+    given["weight"] = given["weight"].detach()
+    given["bias"][:8], given["labels"] = -torch.inf, given["labels"].clamp(min=8)
+    found = results(tiled(Logits(), Tile(2, 4, ahead)), given)
+    for one, expected in zip(found, results(whole(Logits()), given), strict=True):
+        torch.testing.assert_close(one, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("tile", [Tile(1, 1), Tile(3, 40), Tile()])
 @pytest.mark.parametrize("logits", LOGITS)
 def test_those_of_other_words_are_too(logits: Logits, tile: Tile) -> None:
