@@ -48,8 +48,7 @@ def plan(
     """The config with its `auto` settings fitted to the device, and the forecast of its step; the same on all ranks.
 
     `earlier` is the run if there was an earlier start, which may have recorded smaller micro-batches; `kernels_off` are
-    the fused kernels that it does without. A job that does
-    not fit is refused with the levers that would help.
+    the fused kernels that it does without. A job that does not fit is refused with the levers that would help.
     """
 
     def of_first_rank() -> tuple[Config, Forecast | None]:
