@@ -7,6 +7,7 @@ parameters. `pytest --record-messages` runs the tests that call one of the two, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import sys
@@ -87,10 +88,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _calls(test: Callable[..., object]) -> bool:
     """Whether a test calls one of the two functions above, by itself or by a function of its file."""
+    calling = "|".join(["refusal", "reported", *_calling(inspect.getmodule(test))])
+    return re.search(rf"\b({calling})\(", inspect.getsource(test)) is not None
+
+
+@functools.cache
+def _calling(module: object) -> list[str]:
+    """The names of a module's functions that call one of the two."""
     direct = re.compile(r"\b(refusal|reported)\(")
-    functions = [each for each in vars(inspect.getmodule(test)).values() if inspect.isfunction(each)]
-    calling = [each.__name__ for each in functions if direct.search(inspect.getsource(each))]
-    return re.search(rf"\b({'|'.join(['refusal', 'reported', *calling])})\(", inspect.getsource(test)) is not None
+    functions = [each for each in vars(module).values() if inspect.isfunction(each)]
+    return [each.__name__ for each in functions if direct.search(inspect.getsource(each))]
 
 
 @pytest.hookimpl(wrapper=True)

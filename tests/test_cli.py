@@ -75,7 +75,7 @@ def test_files_to_read_and_to_write_may_be_at_home(
     assert (tmp_path / "data.html").is_file()
     code, _, err = call("report", "~/gone")
     assert code == 7
-    reported(err, tmp_path / "gone")
+    reported(err, str(tmp_path / "gone"))
 
 
 @pytest.mark.slow

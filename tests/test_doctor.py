@@ -15,6 +15,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from messages import refusal
 from safetensors.torch import load_file, save_file
 
 from finetune import cli
@@ -159,7 +160,7 @@ def test_a_sound_run_has_nothing_wrong(trained: RunDirectory) -> None:
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="not a run directory"):
+    with refusal(ArtifactError):
         run_directory.examine(tmp_path)
 
 

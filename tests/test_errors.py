@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from messages import refusal
 
 from finetune import errors
 from finetune.errors import (
@@ -33,7 +33,7 @@ def test_every_error_is_a_finetune_error_with_a_code_of_the_documented_ones() ->
 
 
 def test_a_model_that_cannot_be_forecast_needs_another_config() -> None:
-    with pytest.raises(ConfigError, match="no forecast") as raised:
+    with refusal(ConfigError, "no forecast") as raised:
         raise ForecastError("no forecast")
     assert raised.value.exit_code == 2
 

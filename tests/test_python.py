@@ -18,6 +18,7 @@ from hypothesis import example as always
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import metric
+from messages import refusal, reported
 from pandas import DataFrame
 from steps import ready
 from typer.testing import CliRunner
@@ -91,13 +92,13 @@ def test_the_command_line_says_that_rows_and_functions_must_be_given_again(
     other = CliRunner().invoke(app, train)
     assert other.exit_code == 2
     assert "`python:focal` was given from Python and is not kept on disk" in other.output.replace("\n", " ")
-    with pytest.raises(DataError, match=r"^rows given from Python \(hash \w{16}\) are not kept on disk: run the"):
+    with refusal(DataError):
         finetune.train(finetune.load_config(saved, ["training.objective=supervised", f"output.dir={tmp_path}"]))
     # What needs no rows of its own still works.
     proof = finetune.merge(example.run)
     assert proof["error"] < proof["bound"]
     assert "losses" not in proof  # other rows than the run's say nothing about it
-    assert "the rows were given from Python and are not kept on disk" in capsys.readouterr().err
+    reported(capsys.readouterr().err, "the rows were")
     assert finetune.generate(example.run, "What is 1 plus 1?", max_new_tokens=1) is not None
 
 
@@ -170,7 +171,7 @@ def test_defaults_of_torch_that_a_notebook_has_set_change_neither_forecast_nor_t
 def test_a_second_thread_is_refused_while_one_is_at_work(quick) -> None:
     with libraries.alone(), ThreadPoolExecutor() as pool:
         for work in (finetune.train, finetune.plan):
-            with pytest.raises(MachineError, match="another thread of this process is using finetune; wait until"):
+            with refusal(MachineError):
                 pool.submit(work, quick()).result()
 
 
@@ -180,7 +181,7 @@ def test_a_second_thread_is_refused_while_one_is_at_work(quick) -> None:
 def test_what_an_argument_excludes_is_no_default_of_the_config(tmp_path: Path) -> None:
     """`nf4`, which nobody set, is not kept beside a form to serve; the next thing to be wrong is told."""
     config = finetune.load_config({"model": {"weights": "random"}, "output": {"dir": str(tmp_path / "run")}})
-    with pytest.raises(ConfigError, match=r"`output\.serve`: random weights are not kept"):
+    with refusal(ConfigError, "`output.serve`"):
         finetune.train(config, output={"serve": "q8_0"}, terminal=Terminal(quiet=True))
 
 
@@ -344,7 +345,7 @@ def test_a_row_of_a_list_of_sources_is_named_as_python_would_write_it(rows_file:
         "train": str(rows_file),
         "eval": [{"source": ROWS}, {"source": [*ROWS[:2], {"prompt": 7, "completion": ""}]}],
     }
-    with pytest.raises(DataError, match=r"^data\.eval\[1\]\.source\[2\]: `prompt` must be text, not a number$"):
+    with refusal(DataError, "data.eval[1]", "`prompt`"):
         finetune.inspect_data(finetune.load_config({"data": data}))
 
 
@@ -364,7 +365,7 @@ def test_a_format_that_changes_its_row_in_place_reads_the_same_row_again(quick) 
 @pytest.mark.parametrize("key", ["data.format", "training.objective"])
 def test_a_function_without_a_name_is_refused(key: str) -> None:
     section, _, name = key.partition(".")
-    with pytest.raises(ConfigError, match="keeps a function by its name; define it with `def`"):
+    with refusal(ConfigError, "`def`"):
         finetune.load_config({section: {name: lambda *_: {}}})
 
 
@@ -407,12 +408,12 @@ def test_an_objective_from_python_must_add_up_over_rows(quick) -> None:
     prove(summed)
     prove(objectives.Objective("by rows", of_rows, lambda batch: torch.tensor(len(batch["labels"]))))
     for objective, problem in (
-        (mean, r"gives two rows together a loss of .*: return sums over the rows, not means"),
+        (mean, "return sums over the rows, not means"),
         (of_rows, "returns a count of 2 for a batch whose loss would be divided by 23; give the count"),
         (detached, "must return one number with a gradient"),
         (alone, "must return two tensors"),
     ):
-        with pytest.raises(ConfigError, match=f"`training.objective`: `python:{objective.__name__}` {problem}"):
+        with refusal(ConfigError, "`training.objective`", f"`python:{objective.__name__}`", problem):
             prove(objective)
     assert torch.equal(torch.get_rng_state(), state)
     assert loop.step.model.training
@@ -489,7 +490,7 @@ def test_a_callback_sees_a_run_and_its_exception_ends_it_saved_and_resumable(qui
     assert other.calls == fails.calls[:-1]  # none is called after the exception
     (note,) = error.value.__notes__
     assert note.startswith("Raised in a callback. Step 2 is saved in ")
-    with pytest.raises(ConfigError, match=r"data\.train \((rows given from Python \(hash \w+\)( → )?){2}\)"):
+    with refusal(ConfigError, "data.train"):
         finetune.train(quick(), training=job["training"], data=ROWS[1:])
     result = finetune.train(quick(), callbacks=[sees], **job)
     assert sees.calls == ["evaluation 2", "step 3", "step 4", "evaluation 4", "step-00000004"]
@@ -555,7 +556,7 @@ def test_none_is_refused_as_callback_model_and_rows(quick, monkeypatch: pytest.M
         with pytest.raises(ConfigError) as error:
             finetune.train(**job)
         assert [line.partition(" ")[0] for line in str(error.value).splitlines()] == missing
-    with pytest.raises(ConfigError, match=r"that `finetune\.load_config` returned, not 'job\.yaml'"):
+    with refusal(ConfigError, "`finetune.load_config`", "job.yaml"):
         finetune.train("job.yaml")  # type: ignore[arg-type]
 
 
@@ -594,48 +595,48 @@ class _HeaderOnly(Terminal):
 )
 def test_a_run_may_be_given_by_its_path_and_nothing_else(function: Callable[[Any], object], tmp_path: Path) -> None:
     for path in (tmp_path / "none", str(tmp_path / "none")):
-        with pytest.raises(ArtifactError, match="none: not a run directory"):
+        with refusal(ArtifactError, "none:"):
             function(path)
     for wrong in (None, 5, {"run": "runs/a"}):
-        with pytest.raises(ArtifactError, match="expected a run or the path of its folder, not"):
+        with refusal(ArtifactError):
             function(wrong)
 
 
 @pytest.mark.parametrize("runs", ["runs/a", Path("runs/a"), finetune.RunDirectory("runs/a"), None])
 def test_a_single_run_in_place_of_a_list_is_refused(runs: Any) -> None:
-    with pytest.raises(ConfigError, match="expected a list of runs to compare, not"):
+    with refusal(ConfigError):
         finetune.compare(runs)
 
 
 @pytest.mark.parametrize("prompt", [None, ["Hello", "again"], b"Hello"])
 def test_a_prompt_is_text(prompt: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="`prompt` must be text, not"):
+    with refusal(ConfigError, "`prompt`"):
         finetune.generate(tmp_path, prompt)
 
 
 @pytest.mark.parametrize("function", [finetune.plan, finetune.fit, finetune.inspect_data, finetune.train])
 @pytest.mark.parametrize("config", ["job.yaml", {"model": {"name": "builtin:tiny-llama"}}])
 def test_a_value_that_is_not_a_config_is_refused_first(function: Callable[[Any], object], config: Any) -> None:
-    with pytest.raises(ConfigError, match=r"must be one that `finetune\.load_config` returned, not"):
+    with refusal(ConfigError, "`finetune.load_config`"):
         function(config)
 
 
 def test_lists_limits_and_numbers_of_cards_are_checked(tmp_path: Path) -> None:
     for name in ("metrics", "tasks", "models"):
-        with pytest.raises(ConfigError, match=f"`{name}` are a list, such as \\['f1'\\]"):
+        with refusal(ConfigError, f"`{name}`"):
             finetune.evaluate(finetune.RunDirectory(tmp_path), **{name: "f1"})
-    with pytest.raises(ConfigError, match="`limit` must be at least 1, not 0"):
+    with refusal(ConfigError, "`limit`"):
         finetune.evaluate(finetune.RunDirectory(tmp_path), limit=0)
     for wrong in ("training.seed=3", [3], 3, None):
-        with pytest.raises(ConfigError, match=r"overrides are a list of texts, such as \['training.seed=3'\], not"):
+        with refusal(ConfigError, "training.seed"):
             finetune.load_config({}, wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="export format `None` is not known; choose from merged"):
+    with refusal(ConfigError, "`None`"):
         finetune.export_model("runs/none", None)  # type: ignore[arg-type]
     for make in (finetune.plan, finetune.fit):
-        with pytest.raises(ConfigError, match="`gpus` must be at least 1, not 0"):
+        with refusal(ConfigError, "`gpus`"):
             make(finetune.Config(), "RTX 4090", 0)
 
 
 def test_an_unknown_model_of_a_run_is_refused_from_python_too() -> None:
-    with pytest.raises(ConfigError, match="model `bas` is not known; did you mean `base`"):
+    with refusal(ConfigError, "`bas`", "`base`"):
         jobs.model_of(finetune.RunDirectory("runs/none"), finetune.Config(), "bas")

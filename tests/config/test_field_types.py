@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import refusal
 from pydantic import ValidationError
 
 from finetune.config import MemorySection, dump, load
@@ -109,13 +110,13 @@ def test_a_path_longer_than_any_system_takes_is_refused(tmp_path: Path, subtests
         for path in ["x" * 256, "é" * 128, "a/" * 2_048 + "b"]:
             with subtests.test(key=key, path=path):
                 (tmp_path / "job.yaml").write_text("")
-                with pytest.raises(ConfigError, match=f"`{key}`: longer than a path can be"):
+                with refusal(ConfigError, f"`{key}`"):
                     load(tmp_path / "job.yaml", [f"{key}={path}"])
 
 
 def test_the_home_of_an_unknown_user_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("output: {dir: ~no-such-user-here/x}")
-    with pytest.raises(ConfigError, match="there is no such user"):
+    with refusal(ConfigError):
         load(tmp_path / "a.yaml")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import refusal
 from packed import packed
 
 from finetune import cli
@@ -139,7 +140,7 @@ def tokenizer() -> Any:
     return load_tokenizer(ModelSection())
 
 
-def refusal(source: Path, tokenizer: Any) -> list[str]:
+def refused(source: Path, tokenizer: Any) -> list[str]:
     """The lines of the message, without the folder."""
     with pytest.raises(DataError) as caught:
         prepare(DataSection(train=str(source), eval="none"), tokenizer)
@@ -155,7 +156,7 @@ def test_every_broken_file_of_the_corpus_has_an_expected_message() -> None:
 def test_all_problems_of_a_broken_file_are_reported_with_their_lines(tokenizer: Any, subtests: pytest.Subtests) -> None:
     for name in BROKEN:
         with subtests.test(name=name):
-            messages = refusal(CORPUS / name, tokenizer)
+            messages = refused(CORPUS / name, tokenizer)
             assert len(messages) == len(BROKEN[name]), messages
             for line, (beginning, word) in zip(messages, BROKEN[name], strict=True):
                 assert line.startswith(beginning)
@@ -167,7 +168,7 @@ def test_a_folder_of_broken_files_tells_of_more_than_the_first(tmp_path: Path, t
     folder.mkdir()
     for name in ("cut_off.json", "latin1.csv", "null_text.jsonl", "text.jsonl.gz", "text.jsonl.xz"):
         (folder / name).write_bytes((CORPUS / name).read_bytes())
-    places = [line.split(" ")[0].removeprefix(f"corpus{os.sep}") for line in refusal(folder, tokenizer)]
+    places = [line.split(" ")[0].removeprefix(f"corpus{os.sep}") for line in refused(folder, tokenizer)]
     assert places == ["cut_off.json:3:11:", "latin1.csv:3:", "null_text.jsonl:2:", "text.jsonl.gz:1:", "text.jsonl.xz:"]
 
 
@@ -185,10 +186,9 @@ def test_a_compressed_file_that_is_cut_off_is_reported_with_the_line_it_stops_ne
             path = tmp_path / f"rows.jsonl{ending}"
             path.write_bytes(packed(SOUND, ending)[:-5000])
             read: list[sources.Row] = []
-            with pytest.raises(DataError) as caught:
+            with refusal(DataError, "cut off") as caught:
                 read.extend(sources.rows(str(path)))
             assert str(caught.value).startswith(f"{path}:{len(read) + 1}: ")
-            assert "cut off" in str(caught.value)
             assert 1000 < len(read) < 30_000
 
 
@@ -212,7 +212,7 @@ def test_a_damaged_arrow_file_is_reported_and_crashes_nothing(
         "bytes": whole[:text] + b"\xff" * 10 + whole[text + 10 :],
     }[damage]
     path.write_bytes(changed)
-    [line] = refusal(path, tokenizer)
+    [line] = refused(path, tokenizer)
     assert line.startswith("rows.arrow: not an Arrow file or stream, or damaged")
 
 
@@ -221,7 +221,7 @@ def test_a_folder_without_readable_files_is_refused_with_the_known_endings(tmp_p
     folder.mkdir()
     for name in ("notes.md", ".hidden.jsonl", "dataset_info.json"):
         (folder / name).write_text('{"text": "A line."}\n')
-    [line] = refusal(folder, tokenizer)
+    [line] = refused(folder, tokenizer)
     assert line.startswith("corpus: the folder has no file ending in .jsonl")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import refusal
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -99,7 +100,7 @@ def test_a_folder_without_a_fingerprint_passes_and_a_damaged_one_does_not(
     fingerprint.check(tokenizer, tmp_path)
     for damaged in ('{"tokenizer"', "[]", "{}"):
         (tmp_path / "fingerprint.json").write_text(damaged)
-        with pytest.raises(ArtifactError, match=r"fingerprint\.json: not as this program writes it"):
+        with refusal(ArtifactError, "fingerprint.json:"):
             fingerprint.check(tokenizer, tmp_path)
 
 
@@ -110,7 +111,7 @@ def test_weights_that_were_changed_since_are_not_merged_but_published_again(quic
     file = run.adapter / "adapter_model.safetensors"
     before = file.read_bytes()
     save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    with pytest.raises(ArtifactError, match=r"adapter_model\.safetensors: not as it was written: damaged or replaced"):
+    with refusal(ArtifactError, "adapter_model.safetensors:"):
         finetune.merge(run)
     finetune.train(config)
     assert file.read_bytes() == before
@@ -158,5 +159,5 @@ def test_the_base_answers_with_any_tokenizer(other_tokenizer: tuple[RunDirectory
 def test_a_merged_model_is_bound_to_its_tokenizer_too(other_tokenizer: tuple[RunDirectory, str]) -> None:
     run, _ = other_tokenizer
     fingerprint.save(load_tokenizer(ModelSection()), None, run.merged)
-    with pytest.raises(ArtifactError, match="another tokenizer or chat template"):
+    with refusal(ArtifactError):
         finetune.generate(run, "What is `abc`?", which="merged", max_new_tokens=2)

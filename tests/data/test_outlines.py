@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from conversations import assistant, user
+from messages import refusal
 
 from finetune.data import outline
 from finetune.data.examples import Chat, Message, RowError
@@ -239,8 +240,8 @@ def test_a_row_whose_texts_the_template_reads_is_searched_for_them(tokenizer_of:
 
 
 def test_a_template_that_breaks_out_of_its_sandbox_is_refused_where_only_marks_show_it(tokenizer_of: Make) -> None:
-    tokenizer = tokenizer_of("{{ m.content }}{{ 2 ** 2 if '0qz' in m.content }}")
-    with pytest.raises(ArtifactError, match="violates its sandbox"):
+    tokenizer = tokenizer_of("{{ m.content }}{{ m.content.__class__.mro() if '0qz' in m.content }}")
+    with refusal(ArtifactError, "violates its sandbox"):
         check(tokenizer, [user("a")])
 
 

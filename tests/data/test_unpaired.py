@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from jobs import write_rows
+from messages import refusal
 
 import finetune
 from finetune.config import Config
@@ -184,10 +185,10 @@ def test_an_answer_to_another_prompt_that_would_be_too_long_is_cut(tmp_path: Pat
 
 def test_rows_of_a_single_prompt_are_refused_and_not_an_evaluation_set(tmp_path: Path) -> None:
     same = [{"prompt": "To. ", "completion": f"yes {n}", "label": True} for n in range(6)]
-    with pytest.raises(DataError, match=r"`data\.train`: all answers are to one prompt"):
+    with refusal(DataError, "`data.train`"):
         prepared(tmp_path, same)
     held_out = write_rows(tmp_path / "held_out.jsonl", same)
-    with pytest.raises(DataError, match=r"`data\.eval`: all answers are to one prompt"):
+    with refusal(DataError, "`data.eval`"):
         prepared(tmp_path, answers(6), eval=str(held_out))
     _, data = prepared(tmp_path, answers(3), eval="auto")
     assert data.eval is None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refusal, reported
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
@@ -130,7 +131,7 @@ def test_layers_that_vllm_joins_have_one_factor_of_nvfp4(saved: Callable[[str], 
     merged = load_file(source / "model.safetensors")
     alone = packed.pack("nvfp4", merged[f"{layer}.mlp.up_proj.weight"] * 2)
     config = AutoConfig.from_pretrained(source)
-    with pytest.raises(ConfigError, match=r"gate_proj.*up_proj.* have different factors of NVFP4"):
+    with refusal(ConfigError, "gate_proj", "up_proj"):
         write(source, folder, config, "nvfp4", {**weights, f"{layer}.mlp.up_proj.weight": alone})
 
 
@@ -162,7 +163,7 @@ def test_eval_measures_what_is_served(
     monkeypatch.setattr(llama_cpp, "installed", lambda: False)
     code, _, err = call("eval", run.path, "--model", "served")
     assert code == 2
-    assert "has no export with weights of its own" in err
+    reported(err, "has no export")
     assert call("export", run.path, "--to", form)[0] == 0
     models = [word for name in ("base", "adapter", "merged", "served") for word in ("--model", name)]
     code, out, err = call("eval", run.path, *models)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refusal
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
@@ -130,7 +131,7 @@ def test_other_bytes_than_those_of_the_training_are_not_shipped(
     [recorded] = [event for event in events if event["event"] == "base_packed"]
     assert recorded["kind"] == "q4_0"
     run.event("base_packed", kind="q4_0", sha256="0" * 64)
-    with pytest.raises(ArtifactError, match=r"has other bytes in q4_0 on this device \(cpu\) than in training"):
+    with refusal(ArtifactError, "q4_0"):
         export(run)
     assert not (run.path / "plain-adapter").exists()
 
@@ -149,6 +150,6 @@ def test_a_file_that_decodes_to_another_weight_is_not_shipped(
         return file, held, differences
 
     monkeypatch.setattr(held_base, "write", damaged)
-    with pytest.raises(ArtifactError, match=r"holds 1 other weights than were trained on, 1 of them"):
+    with refusal(ArtifactError):
         export(run)
     assert not (run.path / "plain-adapter").exists()

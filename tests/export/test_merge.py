@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import logits
+from messages import refusal
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -107,7 +108,7 @@ def test_an_unequal_merge_is_not_published(run: RunDirectory, monkeypatch: pytes
 
     write = merged_files.write_weights
     monkeypatch.setattr(merged_files, "write_weights", damaging)
-    with pytest.raises(ArtifactError, match="the merged model is not the trained model") as refused:
+    with refusal(ArtifactError) as refused:
         finetune.merge(run)
     # Of a quantized base, the model that was trained is another one.
     assert re.search(r"differ by [\d.]+% from base plus adapter, .*\(the adapter itself changed", str(refused.value))
@@ -142,14 +143,14 @@ def test_disk_full_leaves_the_adapter_and_the_old_merge(run: RunDirectory, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(merged_files, "write_weights", full)
-    with pytest.raises(MachineError, match=r"No space left on device.*`finetune merge .*`"):
+    with refusal(MachineError):
         finetune.merge(run)
     assert (run.merged / "model.safetensors").read_bytes() == before
 
 
 def test_a_run_without_adapter_is_refused(run: RunDirectory) -> None:
     shutil.rmtree(run.adapter)
-    with pytest.raises(ArtifactError, match="did training finish"):
+    with refusal(ArtifactError, "did training finish"):
         finetune.merge(run)
 
 
@@ -192,9 +193,9 @@ def test_full_fine_tuning_publishes_the_whole_model(quick, shallow_base: Path, t
     assert model.num_parameters() == 1_180_608
     assert model.config.use_cache
     assert model.generation_config.eos_token_id == [0, 2], "also the end of a turn"
-    with pytest.raises(ConfigError, match=r"no adapter to merge: .*merged is already the whole model.*--to gguf"):
+    with refusal(ConfigError, "--to"):
         finetune.merge(run)
-    with pytest.raises(ConfigError, match=r"no adapter: .*Export `merged` or `gguf` instead"):
+    with refusal(ConfigError, "`merged`", "`gguf`"):
         finetune.export_model(run, "adapter")
     made = finetune.export_model(run, "merged", terminal=Terminal(quiet=True))
     assert str(run.merged) in made["serve"]["vLLM"]

@@ -9,6 +9,7 @@ import gguf_in_llama_cpp as bench
 import pytest
 import torch
 from gguf import GGUFReader, dequantize
+from messages import refusal
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config import ModelSection
@@ -129,7 +130,7 @@ def test_bytes_that_llama_cpp_would_have_in_other_columns_are_refused(tmp_path: 
     )
     rows.written(tmp_path / "rows.gguf")
     columns = Packed("qwen3.5", "q4_0", tmp_path / "columns", ("linear_attn.out_proj.weight", "mlp.up_proj.weight"))
-    with pytest.raises(ConfigError, match=r"other columns or values of `model\.layers\.0\.linear_attn\.out_proj"):
+    with refusal(ConfigError, "model.layers.0.linear_attn.out_proj"):
         columns.written(tmp_path / "columns.gguf")
 
 
@@ -150,5 +151,5 @@ def test_weights_with_other_columns_in_llama_cpp_are_rounded_by_themselves(kind:
 
 def test_a_form_that_gguf_lacks_is_refused(tmp_path: Path) -> None:
     made = Packed("llama", "fp8", tmp_path / "model", ("_proj.weight",))
-    with pytest.raises(ConfigError, match="held in fp8, which GGUF files do not have"):
+    with refusal(ConfigError):
         made.written(tmp_path / "model.gguf")

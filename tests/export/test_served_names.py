@@ -11,6 +11,7 @@ import every_architecture
 import pytest
 import torch
 from jobs import BF16, logits, save_base
+from messages import refusal
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -146,7 +147,7 @@ def test_an_adapter_that_a_server_would_ignore_is_refused() -> None:
     """As PEFT saves it for the text model of Qwen3.5 (vllm#48019)."""
     files = [f"model.language_model.layers.{layer}.mlp.up_proj.weight" for layer in range(2)]
     trained = [f"model.layers.{layer}.mlp.up_proj" for layer in range(2)]
-    with pytest.raises(ConfigError, match=r"of the 2 layers .* would find 0, .* `model\.layers\.0\.mlp\.up_proj`"):
+    with refusal(ConfigError, "`model.layers.0.mlp.up_proj`"):
         server_names.served(trained, files, "qwen3_5")
 
 
@@ -158,5 +159,5 @@ def test_a_prefix_that_files_lack_is_kept_and_a_layer_without_a_weight_in_the_fi
     layer = "transformer.h.0.mlp.dense_h_to_4h"
     assert "h.0.mlp.dense_h_to_4h.weight" in weight_files.shapes(tmp_path / "model.safetensors")
     assert adapter_export._served(names, layer) == layer
-    with pytest.raises(ConfigError, match=r"no weight of their own for `transformer\.h\.9"):
+    with refusal(ConfigError, "transformer.h.9"):
         adapter_export._served(names, "transformer.h.9.mlp")

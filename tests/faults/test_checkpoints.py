@@ -19,6 +19,7 @@ import pytest
 import torch
 from children import Children, Ended, Fault, contents
 from jobs import adapter_weights, mounted
+from messages import refusal
 from safetensors.torch import load_file, save_file
 from signed import sign
 
@@ -353,7 +354,7 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_not_written(tmp_path: 
     run = RunDirectory(tmp_path)
     made = contents(1)
     made.tensors["b.safetensors"]["weight"][7] = float("nan")
-    with pytest.raises(NumbersError, match="not finite at step 1"):
+    with refusal(NumbersError, "step 1"):
         checkpoint.write(run, made)
     assert run.complete_checkpoints() == []
 
@@ -578,7 +579,7 @@ def test_harmless_changes_since_a_checkpoint_are_returned(whole: Job) -> None:
         "config": {"output.keep": [2, 5]}, "packages": {"torch": [torch.__version__, "9"]}, "processes": [1, 2],
     }  # fmt: skip
     now["data"]["eval"] = None
-    with pytest.raises(DataError, match=r"`data\.eval`"):
+    with refusal(DataError, "`data.eval`"):
         provenance.changes_since(run, start.checkpoint, now)
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from children import Children
 from jobs import sampled
+from messages import refusal
 from safetensors.torch import load_file
 from steps import spoil_gradient, spoil_losses
 from test_sharded_ranks import EXACT, ROWS, assert_close, weights
@@ -90,7 +91,7 @@ def test_adapters_on_experts_are_refused_where_they_would_not_be_gathered(
     base = shutil.copytree(tiny_base, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
     AutoConfig.for_model("mixtral", vocab_size=2048, hidden_size=32, num_attention_heads=4).save_pretrained(base)
     mixture = [f"model.name={base}", "model.weights=random", "quantization.kind=none", "optimizer.kind=sgd", *ZERO]
-    with pytest.raises(ConfigError, match=r"`distributed\.stage: weights` does not gather adapters on experts; set"):
+    with refusal(ConfigError, "distributed.stage"):
         finetune.train(quick(*mixture))
 
 
@@ -154,7 +155,7 @@ def test_a_checkpoint_from_before_the_first_update_has_no_states_and_is_resumed(
     adam += ["training.learning_rate=0.001"]  # Adam divides by what may be rounding alone
     for run in ("plain", "zero"):
         begun = RunDirectory((config := quick(*adam, "training.max_steps=1", run=run)).output.dir)
-        with pytest.raises(NumbersError, match="every update up to step 1 was skipped"):
+        with refusal(NumbersError, "step 1"):
             finetune.train(config)
         assert load_file(begun.complete_checkpoints()[-1] / "optimizer.safetensors") == {}
     expected = finetune.train(quick(*adam, "training.max_steps=3", run="plain")).run
@@ -214,7 +215,7 @@ def test_optimizer_states_on_a_disk_are_updated_saved_and_resumed(job: Make, tmp
 def test_a_disk_that_cannot_be_used_is_refused(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     section = DistributedSection(kind="deepspeed", offload="nvme", nvme_path=str(tmp_path / place))
-    with pytest.raises(MachineError, match=r"`distributed[.]nvme_path`: nothing can be written to .*; set a directory"):
+    with refusal(MachineError, "nvme_path"):
         zero.check(section, torch.device("cpu"))
 
 
@@ -228,7 +229,7 @@ def test_a_disk_that_no_rank_can_use_ends_all_with_one_message(job: Make, tmp_pa
 
 def test_a_disk_without_room_is_refused_and_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=15))
-    with pytest.raises(MachineError, match=r"has 15 bytes left, .* take up to 16 bytes; free some"):
+    with refusal(MachineError):
         zero.Disk(str(tmp_path), 1)
     assert not list(tmp_path.iterdir())
 
@@ -236,5 +237,5 @@ def test_a_disk_without_room_is_refused_and_left_empty(tmp_path: Path, monkeypat
 def test_async_io_that_cannot_be_compiled_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero, "_async_io", lambda: SimpleNamespace(is_compatible=lambda: False))
     section = DistributedSection(kind="deepspeed", offload="nvme", nvme_path=str(tmp_path))
-    with pytest.raises(MachineError, match="libaio"):
+    with refusal(MachineError, "libaio"):
         zero.check(section, torch.device("cpu"))

@@ -18,6 +18,7 @@ import pytest
 import torch
 from children import IMPATIENT, Children, Fault
 from jobs import QUICK, sampled
+from messages import refusal
 from safetensors.torch import load_file, save_file
 from together import Together
 
@@ -105,7 +106,7 @@ def test_copies_of_the_same_files_are_the_same_job(
 
 def test_another_version_of_a_library_is_named_with_both_versions() -> None:
     ranks = [{"packages": {"torch": version}} for version in ("2.13.0", "2.13.0", "2.12.1")]
-    with pytest.raises(MachineError, match=r"rank 2 has torch 2\.12\.1, but rank 0 has 2\.13\.0"):
+    with refusal(MachineError, "2.12.1", "2.13.0"):
         provenance._refuse_other_ranks(ranks)
 
 
@@ -141,7 +142,7 @@ def test_a_rank_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, **torchrun}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(processes, "_START", timedelta(seconds=2))
-    with pytest.raises(MachineError, match=r"ranks \[1\] have not started"), processes.together(torch.device("cpu")):
+    with refusal(MachineError), processes.together(torch.device("cpu")):
         pass
 
 
@@ -331,7 +332,7 @@ def test_a_connection_without_the_token_is_not_accepted_as_a_rank(monkeypatch: p
         address = ("localhost", server.getsockname()[1])
         with socket.create_connection(address) as stranger:
             stranger.sendall(b'{"token": "guessed", "rank": 1}\n')
-            with pytest.raises(MachineError, match=r"ranks \[1\]"):
+            with refusal(MachineError, "ranks [1]"):
                 rank_watch.accept(server, "token", 1)
 
 

@@ -9,6 +9,7 @@ import measured_step
 import pytest
 import tiny_models
 import torch
+from messages import refusal
 from transformers import cache_utils
 
 from finetune.errors import ConfigError
@@ -90,7 +91,7 @@ def test_an_inference_that_does_not_fit_says_so() -> None:
 
 def test_a_context_beyond_the_positions_and_an_impossible_cache_are_refused() -> None:
     config = tiny_models.config(model__name="builtin:tiny-llama")
-    with pytest.raises(ConfigError, match=r"--context: 9999999 is more than the \d+ positions"):
+    with refusal(ConfigError, "--context:"):
         answer_memory.forecast(config, "cpu", context=9_999_999)
-    with pytest.raises(ConfigError, match="no layer of this model attends to a window"):
+    with refusal(ConfigError):
         answer_memory.forecast(config, "cpu", cache="sliding")

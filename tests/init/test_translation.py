@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import yaml
 from hypothesis import strategies as st
+from messages import refusal
 
 from finetune.config import other_names
 from finetune.errors import ConfigError
@@ -381,7 +382,7 @@ def test_another_kind_of_training_is_refused(text: str, line: int, why: str, tmp
 def test_a_refused_config_leaves_no_file(tmp_path: Path) -> None:
     ours = tmp_path / "ours.yaml"
     theirs = write(tmp_path, "base_model: x\nrl: grpo\nprocessor_type: AutoProcessor\n")
-    with pytest.raises(ConfigError, match=r"(?s)theirs\.yaml:2: .*theirs\.yaml:3: "):
+    with refusal(ConfigError, "theirs.yaml:2", "theirs.yaml:3"):
         first_config.create(None, None, None, theirs, ours, yes=True, say=print)
     assert not ours.exists()
 
@@ -391,7 +392,7 @@ def test_rows_of_images_in_dataset_info_are_refused(tmp_path: Path, monkeypatch:
     Path("data").mkdir()
     entry = {"file_name": "mllm_demo.json", "columns": {"messages": "messages", "images": "images"}}
     Path("data/dataset_info.json").write_text(json.dumps({"mllm_demo": entry}))
-    with pytest.raises(ConfigError, match="`mllm_demo` has images"):
+    with refusal(ConfigError, "`mllm_demo`"):
         translate(write(tmp_path, f"{FACTORY}dataset: mllm_demo\n"))
 
 

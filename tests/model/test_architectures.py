@@ -12,6 +12,7 @@ import pytest
 import tiny_models
 import torch
 from jobs import sampled
+from messages import refusal
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config import Config
@@ -175,7 +176,7 @@ def test_a_weight_that_the_code_reads_directly_is_not_quantized_and_has_no_adapt
     named = {target for target in READ.get(name, set()) if target.endswith("_proj")}
     for target in named:
         config = job(directory, adapter__targets=[target.rpartition(".")[2]])
-        with pytest.raises(ConfigError, match="outside the layer"):
+        with refusal(ConfigError, "outside the layer"):
             built(config)
 
 
@@ -226,9 +227,7 @@ def test_packed_rows_are_refused_from_the_config_alone(subtests: pytest.Subtests
         with subtests.test(known=known):
             config = AutoConfig.for_model(known, **ARCHITECTURES[known])
             for decide in (backends.choose, backends.planned):
-                with pytest.raises(
-                    MachineError, match=rf"`data\.packing`: {known} models .*set `data\.packing: false`"
-                ):
+                with refusal(MachineError, "`data.packing`", known, "data.packing"):
                     decide("auto", config, "cpu", "bf16", packed=True)
 
 
@@ -253,7 +252,7 @@ def test_a_convolution_over_a_few_tokens_is_seen_when_rows_are_packed() -> None:
     model.reach = 0.0
     packed_rows.prove(model)
     model.reach = 0.05
-    with pytest.raises(MachineError, match="packed rows influence each other"):
+    with refusal(MachineError):
         packed_rows.prove(model)
 
 
@@ -389,10 +388,10 @@ def test_a_step_that_fails_is_reported_before_weights_are_loaded(
     monkeypatch.setattr(modeling_mpt.MptBlock, "forward", broken)
     architecture = AutoConfig.for_model("mpt", **ARCHITECTURES["mpt"])
     config = tiny_models.config()
-    with pytest.raises(ForecastError, match="no such kernel"):
+    with refusal(ForecastError, "no such kernel"):
         planning.check_traceable(config, architecture, CPU)
     planning.check_traceable(config.changed({"memory.check": "off"}), architecture, CPU)
     planning.check_traceable(config.changed({"memory.check": "warn"}), architecture, CPU)
     model = AutoModelForCausalLM.from_config(architecture)
-    with pytest.raises(ConfigError, match=r"a forward pass of MptForCausalLM fails .*no such kernel"):
+    with refusal(ConfigError, "MptForCausalLM"):
         causality.prove(model)

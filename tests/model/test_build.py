@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import refusal
 
 import finetune
 from finetune.errors import ForecastError
@@ -42,5 +43,5 @@ def test_training_inference_evaluation_and_merge_load_their_base_by_one_builder(
 
 def test_the_forecast_traces_the_base_of_that_builder(quick: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "weightless_base", _stop)
-    with pytest.raises(ForecastError, match="_Built"):
+    with refusal(ForecastError, "_Built"):
         finetune.plan(quick(), "24GiB")

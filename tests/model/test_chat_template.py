@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import refusal
 
 import finetune
 from finetune.config import DataSection, ModelSection
@@ -48,10 +49,10 @@ def test_a_tokenizer_without_a_template_gets_the_plain_one() -> None:
 
 
 def test_a_missing_template_file_is_an_error_with_the_known_names(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`data.chat_template`: .*gone.jinja: no such file.*chatml"):
+    with refusal(ConfigError, "`data.chat_template`", "gone.jinja:"):
         chat_template.choose(str(tmp_path / "gone.jinja"), None)
     (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
-    with pytest.raises(ConfigError, match=r"latin.jinja: cannot be read"):
+    with refusal(ConfigError, "latin.jinja:"):
         chat_template.choose(str(tmp_path / "latin.jinja"), None)
 
 
@@ -60,7 +61,7 @@ def test_the_config_takes_a_name_of_the_table_or_a_file(tmp_path: Path) -> None:
     config.write_text("data:\n  chat_template: mine.jinja\n")
     assert load_config(config).data.chat_template == "mine.jinja"
     config.write_text("data:\n  chat_template: lama3\n")
-    with pytest.raises(ConfigError, match=r"job.yaml:2: .*did you mean `llama3`.*, or a .jinja file"):
+    with refusal(ConfigError, "job.yaml:2", "`llama3`"):
         load_config(config)
 
 
@@ -103,7 +104,7 @@ def draw(request: pytest.FixtureRequest) -> Draw:
 )
 def test_a_template_does_not_get_out_of_the_sandbox(escape: str, draw: Draw, tokenizer: Any) -> None:
     tokenizer.chat_template = escape
-    with pytest.raises(ArtifactError, match="violates its sandbox"):
+    with refusal(ArtifactError, "violates its sandbox"):
         draw(tokenizer, ASK)
 
 
@@ -116,7 +117,7 @@ def test_a_template_reads_no_file_and_has_no_long_ranges(reach: str, draw: Draw,
 
 def test_a_mistake_in_a_template_is_reported_with_its_line(draw: Draw, tokenizer: Any) -> None:
     tokenizer.chat_template = "\n{% for message in messages %}\n{% endif %}"
-    with pytest.raises(ArtifactError, match="not valid: line 3"):
+    with refusal(ArtifactError, "line 3"):
         draw(tokenizer, ASK)
 
 
@@ -150,7 +151,7 @@ def test_a_run_answers_and_merges_with_the_template_that_it_was_trained_with(qui
 @pytest.mark.parametrize("given", [5, True, False, 1.5, ["x"], {"default": 5}, {"default": None}, {"a": ["x"]}])
 def test_a_template_of_a_base_that_is_not_text_is_refused(given: Any) -> None:
     """As a tokenizer's config or a key of a GGUF file may have it."""
-    with pytest.raises(ArtifactError, match="`chat_template` in the tokenizer's files must be text"):
+    with refusal(ArtifactError, "`chat_template`"):
         chat_template.check(chat_template.choose("auto", given))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import refusal
 from safetensors.torch import load_file, save_file
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
@@ -195,7 +196,7 @@ def test_files_that_transformers_takes_for_a_checkpoint_of_ranks_are_never_loade
         assert is_sharded_checkpoint(base)
     assert identity.loaded_files(base) == []
     for load in (lambda: base_module.from_safetensors(str(base)), lambda: identity.files_to_load(base)):
-        with pytest.raises(ArtifactError, match=r"shard-00000-model-00001-of-00001\.safetensors"):
+        with refusal(ArtifactError, "shard-00000-model-00001-of-00001.safetensors"):
             load()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import QUICK, TINY, adapter_weights, same_adapter
+from messages import refusal
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -108,14 +109,14 @@ def test_tokens_that_cannot_be_added_are_refused(tokens: list[str], changes: dic
     architecture = load_architecture(config.model)
     for name, value in changes.items():
         setattr(architecture, name, value)
-    with pytest.raises(ConfigError, match=rf"^`data\.new_tokens`: .*{why}"):
+    with refusal(ConfigError, "`data.new_tokens`", why):
         bounds.with_new_rows(config, architecture)
 
 
 def test_a_head_with_a_bias_and_a_smaller_vocabulary_are_refused() -> None:
     base = build.weightless(ModelSection())
     base.lm_head.register_parameter("bias", torch.nn.Parameter(torch.zeros(2048, device="meta")))
-    with pytest.raises(ConfigError, match="PEFT trains no rows alone in the Linear of LlamaForCausalLM with a bias"):
+    with refusal(ConfigError, "LlamaForCausalLM"):
         new_rows.by_module(base, [[5, 6]])
-    with pytest.raises(ConfigError, match="2000 is less than the 2048 rows"):
+    with refusal(ConfigError):
         load_architecture(ModelSection(vocabulary=2000))

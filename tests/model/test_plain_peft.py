@@ -12,6 +12,7 @@ import pytest
 import test_architectures
 import test_experts
 import torch
+from messages import refusal
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
@@ -197,12 +198,12 @@ def test_every_kind_of_adapter_is_proven_and_one_tensor_that_is_lost_is_seen(
     for lost in sorted(whole)[:: len(whole) // 3]:
         for wrong in ({key: value for key, value in whole.items() if key != lost}, {**whole, lost: whole[lost] + 1}):
             save_file(wrong, file, {"format": "pt"})
-            with pytest.raises(ArtifactError, match="adapter/ is not what was trained: PEFT"):
+            with refusal(ArtifactError):
                 prove(name, tmp_path, model)
     save_file(whole, file, {"format": "pt"})
     said = json.loads((tmp_path / adapter_files.CONFIG).read_text())
     (tmp_path / adapter_files.CONFIG).write_text(json.dumps({**said, "lora_alpha": 7}))
-    with pytest.raises(ArtifactError, match="scales its layers otherwise"):
+    with refusal(ArtifactError):
         prove(name, tmp_path, model)
 
 
@@ -246,6 +247,6 @@ _SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_win
 
 def test_layers_whose_tensors_peft_would_rename_are_refused_before_weights_are_loaded() -> None:
     values = {**test_experts.SHARED, **_SLIDING, **_SHARED}
-    with pytest.raises(ConfigError, match=r"renames the tensors of 3 layers of laguna .*shared_experts\.down_proj`"):
+    with refusal(ConfigError, "shared_experts", "down_proj"):
         refuse("laguna", AdapterSection(), values)
     refuse("laguna", AdapterSection(targets=["q_proj"]), values)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages import refusal, reported
 from transformers import LlamaConfig
 from transformers.quantizers import auto
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -80,7 +81,7 @@ def packed(tmp_path: Path, shallow_base: Path) -> Callable[..., Path]:
     return make
 
 
-def refusal(place: Path) -> str:
+def refused(place: Path) -> str:
     with pytest.raises(ConfigError) as error:
         load_architecture(ModelSection(name=str(place)))
     return str(error.value)
@@ -95,7 +96,7 @@ def test_a_quantized_base_is_refused_by_the_name_of_its_quantization(
     config.write_text(f"model:\n  name: {packed(quantization)}\nquantization:\n  kind: {kind}\n")
     code, _, err = call("plan", config)
     assert code == 2
-    assert f"base is published with quantized weights ({words}), which cannot be trained on or merged into here" in err
+    reported(err, words)
     assert len(err.splitlines()) == 1
 
 
@@ -132,7 +133,7 @@ MISSHAPEN: dict[str, list[Any]] = {
     ("field", "quantization"), [(field, one) for field, each in MISSHAPEN.items() for one in each], ids=str
 )
 def test_a_field_of_another_shape_is_named(field: str, quantization: Any) -> None:
-    with pytest.raises(ArtifactError, match=rf"`model\.name`: config\.json of base is damaged: `{field}` of its quant"):
+    with refusal(ArtifactError, "`model.name`", "config.json", f"`{field}`"):
         prequantized.refuse(ModelSection(name="base"), LlamaConfig(quantization_config=quantization))
 
 
@@ -143,7 +144,7 @@ SHAPELESS: list[Any] = [
 
 @pytest.mark.parametrize("quantization", SHAPELESS, ids=str)
 def test_what_is_no_quantization_at_all_is_refused_as_an_unknown_one(quantization: Any) -> None:
-    with pytest.raises(ConfigError, match=r"`model\.name`: .* published with quantized weights"):
+    with refusal(ConfigError, "`model.name`"):
         prequantized.refuse(ModelSection(name="base"), LlamaConfig(quantization_config=quantization))
 
 
@@ -233,7 +234,7 @@ def test_what_every_quantizer_of_transformers_makes_is_refused_or_kept(
             if method == "mxfp4":  # FP8's has to say more
                 load_architecture(ModelSection(name=str(packed(stated, method))))
                 continue
-            said = refusal(packed(stated, method))
+            said = refused(packed(stated, method))
             assert f"published with quantized weights ({prequantized.METHODS.get(method, name)}" in said
             assert said.startswith("`model.name`: ")
             assert "; name its 16-bit original, which `quantization.kind` then quantizes: " in said
@@ -254,7 +255,7 @@ def test_a_published_form_is_not_quantized_to_another(
         assert "not quantized again" not in err
         return
     assert code == 2
-    assert f"is published in {form}, which is not quantized again to {kind}; set `published` to keep that form" in err
+    reported(err, form, kind, "`published`")
 
 
 @pytest.mark.parametrize("changed", [{"adapter": {"init": "loftq"}}, {"distributed": {"kind": "fsdp"}}], ids=str)
@@ -264,7 +265,7 @@ def test_a_key_that_excludes_the_published_form_is_refused(
     config = load_config(
         {"model": {"name": str(packed(KEPT["FP8"]))}, "data": {"train": "builtin:python_docs"}} | changed
     )
-    with pytest.raises(ConfigError, match="is published in FP8"):
+    with refusal(ConfigError):
         bounds.as_known_base_allows(config)
 
 
@@ -303,13 +304,13 @@ def test_the_commands_of_a_run_refuse_a_quantized_base(
 @pytest.mark.parametrize("key", ["quantization", "compression_config"])
 def test_other_keys_that_mean_the_same_are_known(key: str, packed: Callable[..., Path]) -> None:
     """As MLX and early compressed-tensors write them."""
-    assert "quantized weights (4 bit)" in refusal(packed({"group_size": 64, "bits": 4}, key=key))
+    assert "quantized weights (4 bit)" in refused(packed({"group_size": 64, "bits": 4}, key=key))
 
 
 def test_a_quantized_part_of_a_composite_base_is_found(tmp_path: Path) -> None:
     text = {"model_type": "gemma3_text", "quantization_config": PUBLISHED["awq"][0]}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
-    assert "published with quantized weights (AWQ, 4 bit)" in refusal(tmp_path)
+    assert "published with quantized weights (AWQ, 4 bit)" in refused(tmp_path)
 
 
 def test_a_base_that_says_it_is_not_quantized_is_not_refused(packed: Callable[..., Path]) -> None:
@@ -330,9 +331,9 @@ def test_the_original_is_named_as_far_as_it_is_known(
     carded = packed(quantization, "carded")
     for base_model in ("meta-llama/Llama-3.1-8B", "\n- meta-llama/Llama-3.1-8B"):
         (carded / "README.md").write_text(f"---\nlicense: mit\nbase_model: {base_model}\n---\n# A model\n")
-        assert "its model card names `meta-llama/Llama-3.1-8B` as its base" in refusal(carded)
+        assert "its model card names `meta-llama/Llama-3.1-8B` as its base" in refused(carded)
     (carded / "README.md").write_text("---\nbase_model: [/root/checkpoint, 7]\n---\n")
-    assert "the hub may have a copy in 16 bit" in refusal(carded)
+    assert "the hub may have a copy in 16 bit" in refused(carded)
     for copy, original in (
         ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B"),
         ("unsloth/Qwen3-14B-unsloth-bnb-4bit", "unsloth/Qwen3-14B"),
@@ -341,7 +342,7 @@ def test_the_original_is_named_as_far_as_it_is_known(
         ("mlx-community/Qwen3-4B-4bit", "mlx-community/Qwen3-4B"),
     ):
         packed(quantization, copy)
-        assert f"by its name that may be `{original}`" in refusal(Path(copy))
+        assert f"by its name that may be `{original}`" in refused(Path(copy))
     packed(quantization, "openai/gpt-oss-20b")
-    assert "`unsloth/gpt-oss-20b-BF16` is a copy in 16 bit, made by others" in refusal(Path("openai/gpt-oss-20b"))
-    assert "; if these weights are in 16 bit after all, remove that key from config.json" in refusal(carded)
+    assert "`unsloth/gpt-oss-20b-BF16` is a copy in 16 bit, made by others" in refused(Path("openai/gpt-oss-20b"))
+    assert "; if these weights are in 16 bit after all, remove that key from config.json" in refused(carded)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from messages import refusal
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -109,7 +110,7 @@ def test_a_head_that_would_not_be_gathered_is_refused(shards: Sharding) -> None:
     base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
     base.model.forward = types.MethodType(lambda self, input_ids, **_: self.embed_tokens(input_ids), base.model)
     shards.apply(base)
-    with pytest.raises(ConfigError, match="does not use the norm after its layers"):
+    with refusal(ConfigError):
         base.model(torch.zeros(1, 8, dtype=torch.long))
 
 
@@ -118,7 +119,7 @@ def test_a_layer_that_peft_would_copy_to_train_it_in_full_is_refused(shards: Sha
     model = build.trainable(
         base, ModelSection(), AdapterSection(extra_modules=["down_proj"]), MemorySection(), seed=0, device_type="cpu"
     )
-    with pytest.raises(ConfigError, match=r"`adapter.extra_modules`: .*down_proj"):
+    with refusal(ConfigError, "`adapter.extra_modules`", "down_proj"):
         shards.apply(model)
 
 

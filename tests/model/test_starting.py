@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import BF16, metric
+from messages import refusal
 from safetensors.torch import load_file, save_file
 
 import finetune
@@ -56,7 +57,7 @@ def test_all_keys_to_set_for_an_adapter_are_named_at_once(saved: Path) -> None:
 
 def test_pefts_null_for_extra_modules_is_an_empty_list(saved: Path) -> None:
     section = THEIRS.model_copy(update={"start_from": str(saved), "extra_modules": ["norm"]})
-    with pytest.raises(ConfigError, match=r"set `adapter.extra_modules: \[\]`$"):
+    with refusal(ConfigError, "adapter.extra_modules"):
         starting.check(base(), section)
 
 
@@ -80,15 +81,13 @@ def test_layers_and_shapes_are_those_of_the_tensors(saved: Path, tmp_path: Path)
     tensors = load_file(file)
     some = {name: tensor for name, tensor in tensors.items() if ".layers.0." in name}
     save_file(some, file)
-    with pytest.raises(ConfigError, match=r"`adapter.targets` to a regular expression for the 2 layers .*layers\.0"):
+    with refusal(ConfigError, "`adapter.targets`", "layers.0"):
         starting.check(base(), section)
     save_file({name: tensor[:, :8].contiguous() for name, tensor in tensors.items()}, file)
-    with pytest.raises(ConfigError, match=r"does not fit `model.name`: .* instead of .* it was trained on"):
+    with refusal(ConfigError, "`model.name`"):
         starting.check(base(), section)
     save_file({name.replace("q_proj", "query"): tensor for name, tensor in tensors.items()}, file)
-    with pytest.raises(
-        ConfigError, match=r"`model.name` to a base with a linear layer `model\.layers\.0\.self_attn\.q"
-    ):
+    with refusal(ConfigError, "`model.name`", "model.layers.0.self_attn.q"):
         starting.check(base(), section)
 
 
@@ -116,7 +115,7 @@ def test_dora_starts_on_a_base_of_each_kind_of_quantization(kind: str, tmp_path:
 def test_a_damaged_adapter_and_a_different_one_are_different_errors(saved: Path, tmp_path: Path) -> None:
     section = changed(saved, tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\x00" * 64)
-    with pytest.raises(ArtifactError, match="adapter_model"):
+    with refusal(ArtifactError, "adapter_model"):
         starting.check(base(), section)
     for place, why in ((tmp_path / "none", "no such folder"), (tmp_path.parent, "no adapter here")):
         with pytest.raises(ArtifactError, match=why):
@@ -137,10 +136,10 @@ def test_a_run_starts_where_another_ended_and_resumes_without_it(quick, tmp_path
     assert card._start(run) == {"started from": f"`adapter` (sha256 {kept})"}
 
     (first.adapter / "fingerprint.json").write_text(json.dumps({"tokenizer": "0" * 64, "base": None}))
-    with pytest.raises(ArtifactError, match="trained with another tokenizer"):
+    with refusal(ArtifactError):
         finetune.train(quick(start, run="other"))
     shutil.rmtree(first.path)
     resumed = finetune.train(quick(start, "training.max_steps=4")).run
     assert [line["step"] for line in resumed.metrics() if "loss" in line] == [1, 2, 3, 4]
-    with pytest.raises(ConfigError, match=r"adapter\.start_from \(.* → None\)"):
+    with refusal(ConfigError, "adapter.start_from"):
         finetune.train(quick("training.max_steps=4"))

@@ -10,6 +10,7 @@ import every_architecture
 import pytest
 import torch
 from jobs import BF16, sampled
+from messages import refusal
 
 import finetune
 from finetune.config import AdapterSection
@@ -58,7 +59,7 @@ def test_transposed_layers_are_targeted_ranked_and_bounded_like_linear_ones() ->
         name.rpartition(".")[2]: layer.r["default"] for name, layer in adapted.named_modules() if hasattr(layer, "r")
     }
     assert ranks == {"c_attn": 4, "c_fc": 2}
-    with pytest.raises(ConfigError, match="33 is more than the smaller side of each layer it would adapt, 32"):
+    with refusal(ConfigError):
         adapter.check_rank(gpt2(), LORA.model_copy(update={"rank": 33}))
 
 

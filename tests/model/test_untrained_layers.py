@@ -12,6 +12,7 @@ import pytest
 import seeing
 import torch
 from jobs import adapter_weights, sampled
+from messages import refusal
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING
 
@@ -95,9 +96,7 @@ def section(*targets: str, **more: Any) -> AdapterSection:
 
 @pytest.mark.parametrize("target", ["linear_1", r".*projector.*\.linear_2"])
 def test_targets_beside_the_text_alone_are_refused(target: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"rows of text train no layer of Mistral3For\w+ that `.*` matches, such as `m"
-    ):
+    with refusal(ConfigError):
         adapter.lora_config(base("mistral3"), section(target))
 
 
@@ -144,7 +143,7 @@ def test_layers_left_out_are_in_neither_forecast_nor_files_and_are_reported(
     assert forecast["categories"]["adapter"] == sum(4 * math.prod(shape) for shape in shapes.values())
     finetune.merge(run)
     again = config.adapter.model_copy(update={"start_from": str(run.adapter), "alpha": 1.0})
-    with pytest.raises(ConfigError, match=r"set `adapter.alpha: 32(\.0)?`$"):
+    with refusal(ConfigError, "adapter.alpha"):
         starting.check(base("mistral3"), again)
 
 
@@ -158,7 +157,7 @@ def test_a_finished_run_of_an_earlier_version_that_adapted_a_tower_is_published_
         earlier.setattr(linear_layers, "untrained", lambda model: frozenset())
         run = finetune.train(config).run
     before = adapter_weights(run)
-    with pytest.raises(ArtifactError, match="`finetune train` again, which publishes this run's adapter"):
+    with refusal(ArtifactError):
         finetune.merge(run)
     finetune.train(config)
     after = adapter_weights(run)

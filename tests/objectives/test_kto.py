@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from jobs import EIGHT, in_fp32, metric, same_adapter, sampled, write_rows
+from messages import refusal
 from peft import get_peft_model
 from steps import (
     assert_gradients_close,
@@ -68,7 +69,7 @@ def test_losses_have_the_values_of_the_paper(
     ],
 )
 def test_a_key_that_does_not_suit_it_is_refused(keys: dict[str, Any], refused: str) -> None:
-    with pytest.raises(ConfigError, match=f"`{refused}`"):
+    with refusal(ConfigError, f"`{refused}`"):
         load_config(keys)
 
 

@@ -11,6 +11,7 @@ import huggingface_hub.constants
 import pytest
 import transformers.dynamic_module_utils
 from hostile import Trap, change, refused
+from messages import refusal
 from watched import Ended, watched
 
 import finetune
@@ -109,7 +110,7 @@ def test_the_flag_lets_that_code_run(command: str, evil: RunDirectory, consented
     ids=["generate", "evaluate", "merge"],
 )
 def test_from_python_it_is_an_argument(use: Callable[[RunDirectory], object], evil: RunDirectory, trap: Trap) -> None:
-    with pytest.raises(ArtifactError, match="trust_remote_code=True"):
+    with refusal(ArtifactError, "trust_remote_code"):
         use(evil)
     assert not trap.went_off
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hostile import refused
+from messages import refusal
 
 from finetune.errors import ArtifactError
 from finetune.storage import weight_files
@@ -40,14 +41,14 @@ def test_a_broken_header_is_refused_naming_the_file(tmp_path: Path, subtests: py
         with subtests.test(name=name):
             file = tmp_path / "model.safetensors"
             file.write_bytes(BROKEN[name])
-            with pytest.raises(ArtifactError, match=r"model\.safetensors"):
+            with refusal(ArtifactError, "model.safetensors"):
                 weight_files.check(file)
 
 
 def test_a_pointer_of_git_lfs_is_refused_with_what_fetches_the_file(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 5\n")
-    with pytest.raises(ArtifactError, match="`git lfs pull`"):
+    with refusal(ArtifactError, "`git lfs pull`"):
         weight_files.check(file)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jobs import TINY
+from messages import refusal
 
 import finetune
 from finetune.config import strict_yaml
@@ -47,25 +48,25 @@ def test_a_value_of_python_is_read_back(value: Any) -> None:
 
 def test_values_of_numpy_are_read_as_pythons_and_others_are_refused() -> None:
     assert [grid.as_text(each) for each in (np.float64(1e-4), np.int64(3), np.bool_(True))] == ["0.0001", "3", "true"]
-    with pytest.raises(ConfigError, match="cannot be a value of a config"):
+    with refusal(ConfigError):
         grid.as_text(object())
 
 
 @pytest.mark.parametrize("values", ["1e-4,2e-4", 1e-4])
 def test_values_of_python_are_a_list(values: Any) -> None:
-    with pytest.raises(ConfigError, match="give a list of values"):
+    with refusal(ConfigError):
         finetune.sweep({}, {"training.learning_rate": values})
 
 
 @pytest.mark.parametrize("keys", [None, ["training.learning_rate=1e-3,3e-3"], {3: [1, 2]}, {"training": {"seed": [1]}}])
 def test_keys_of_python_are_whole_keys_with_their_values(keys: Any) -> None:
-    with pytest.raises(ConfigError, match=r'as in \{"training.learning_rate": \[1e-4, 2e-4\]\}'):
+    with refusal(ConfigError, "training.learning_rate"):
         finetune.sweep({}, keys)
 
 
 @pytest.mark.parametrize("key", MAY_CHANGE)
 def test_what_may_change_in_a_run_makes_no_settings(key: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be swept"):
+    with refusal(ConfigError, "cannot be swept"):
         grid.members(TINY, [], {f"{key}any" if key.endswith(".") else key: ["1", "2"]})
 
 
@@ -106,7 +107,7 @@ def test_members_whose_bases_would_be_held_in_different_forms_are_refused(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "norm_topk_prob": True, **sizes}))
     job = [f"model.name={tmp_path}", "output.serve=q4_0", "output.merge=false", f"output.dir={tmp_path / 'sweep'}"]
     members = grid.members(TINY, job, {"adapter.expert_rank": ["0", "8"]})
-    with pytest.raises(ConfigError, match=r"holds the base of these members in different forms.*set `rounded`"):
+    with refusal(ConfigError, "`rounded`"):
         running._check(members)
     running._check(grid.members(TINY, [*job, "output.way=rounded"], {"adapter.expert_rank": ["0", "8"]}))
 
@@ -116,5 +117,5 @@ def test_a_kind_that_follows_from_what_is_served_is_that_of_all_members(tmp_path
     keys = {"training.learning_rate": ["1e-3", "3e-3"]}
     running._check(grid.members(TINY, [*job, "output.serve=q8_0"], keys))
     for rounded in ([], ["output.serve=q8_0", "output.runtime=ollama"]):
-        with pytest.raises(ConfigError, match=r"`quantization\.kind: auto` may choose another base"):
+        with refusal(ConfigError, "quantization.kind"):
             running._check(grid.members(TINY, [*job, *rounded], keys))

@@ -15,6 +15,7 @@ import seeing
 import torch
 from children import Children, Fault
 from jobs import QUICK, TINY, metric, same_adapter, write_rows
+from messages import refusal
 from seeing_jobs import config, example
 
 import finetune
@@ -197,7 +198,7 @@ def test_values_are_added_to_a_sweep_that_has_ended(tmp_path: Path, job: list[st
 
 
 def test_a_sweep_has_a_directory_of_its_own(job: list[str], run: RunDirectory) -> None:
-    with pytest.raises(ConfigError, match="is a run; give the sweep a directory of its own"):
+    with refusal(ConfigError):
         swept(run.path, job)
 
 
@@ -251,7 +252,7 @@ def test_a_member_that_does_not_fit_is_reported_and_the_others_go_on(
 
 def test_under_torchrun_it_is_refused(tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="without torchrun"):
+    with refusal(ConfigError, "without torchrun"):
         swept(tmp_path / "sweep", job)
 
 
