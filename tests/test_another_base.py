@@ -56,7 +56,7 @@ def base_finding(run: RunDirectory) -> tuple[str, str]:
 @pytest.mark.parametrize("use", USES)
 def test_the_weights_of_another_base_are_refused(use: str, run: RunDirectory, base: Path) -> None:
     overwrite(base)
-    with refusal(ArtifactError) as caught:
+    with refusal(ArtifactError, "was trained on another base") as caught:
         USES[use](run)
     assert str(base) in str(caught.value)
     assert not run.merged.exists()
@@ -133,7 +133,7 @@ def test_the_base_of_a_whole_model_is_checked_before_an_evaluation(quick, base: 
     assert base_finding(run)[0] == "ok"
     overwrite(base)
     assert isinstance(finetune.generate(run, "x", max_new_tokens=2), str), "it needs no base"
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "was trained on another base"):
         finetune.evaluate(run)
     assert base_finding(run)[0] == "error"
 

@@ -160,7 +160,7 @@ def test_a_sound_run_has_nothing_wrong(trained: RunDirectory) -> None:
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "not a run directory"):
         run_directory.examine(tmp_path)
 
 

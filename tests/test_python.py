@@ -92,7 +92,7 @@ def test_the_command_line_says_that_rows_and_functions_must_be_given_again(
     other = CliRunner().invoke(app, train)
     assert other.exit_code == 2
     assert "`python:focal` was given from Python and is not kept on disk" in other.output.replace("\n", " ")
-    with refusal(DataError):
+    with refusal(DataError, "are not kept on disk: run the"):
         finetune.train(finetune.load_config(saved, ["training.objective=supervised", f"output.dir={tmp_path}"]))
     # What needs no rows of its own still works.
     proof = finetune.merge(example.run)
@@ -171,7 +171,7 @@ def test_defaults_of_torch_that_a_notebook_has_set_change_neither_forecast_nor_t
 def test_a_second_thread_is_refused_while_one_is_at_work(quick) -> None:
     with libraries.alone(), ThreadPoolExecutor() as pool:
         for work in (finetune.train, finetune.plan):
-            with refusal(MachineError):
+            with refusal(MachineError, "another thread of this process is using finetune; wait until"):
                 pool.submit(work, quick()).result()
 
 
@@ -598,13 +598,13 @@ def test_a_run_may_be_given_by_its_path_and_nothing_else(function: Callable[[Any
         with refusal(ArtifactError, "none:"):
             function(path)
     for wrong in (None, 5, {"run": "runs/a"}):
-        with refusal(ArtifactError):
+        with refusal(ArtifactError, "expected a run or the path of its folder, not"):
             function(wrong)
 
 
 @pytest.mark.parametrize("runs", ["runs/a", Path("runs/a"), finetune.RunDirectory("runs/a"), None])
 def test_a_single_run_in_place_of_a_list_is_refused(runs: Any) -> None:
-    with refusal(ConfigError):
+    with refusal(ConfigError, "expected a list of runs to compare, not"):
         finetune.compare(runs)
 
 

@@ -116,7 +116,7 @@ def test_a_path_longer_than_any_system_takes_is_refused(tmp_path: Path, subtests
 
 def test_the_home_of_an_unknown_user_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("output: {dir: ~no-such-user-here/x}")
-    with refusal(ConfigError):
+    with refusal(ConfigError, "there is no such user"):
         load(tmp_path / "a.yaml")
 
 

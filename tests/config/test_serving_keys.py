@@ -357,7 +357,7 @@ def test_experts_that_are_published_in_a_form_and_have_no_adapter_are_served_in_
     serve = [f"model.name={base(tmp_path / 'base', **in_mxfp4)}", "output.serve=mxfp4", "output.runtime=ollama"]
     config, _ = bounds.as_known_base_allows(load_config(job, [*serve, "adapter.expert_rank=0"]))
     assert config.output.way == "rounded"
-    with refusal(ConfigError):
+    with refusal(ConfigError, "in mxfp4 already, and rounding them to it again undoes most"):
         bounds.as_known_base_allows(load_config(job, serve))
 
 

@@ -159,5 +159,5 @@ def test_the_base_answers_with_any_tokenizer(other_tokenizer: tuple[RunDirectory
 def test_a_merged_model_is_bound_to_its_tokenizer_too(other_tokenizer: tuple[RunDirectory, str]) -> None:
     run, _ = other_tokenizer
     fingerprint.save(load_tokenizer(ModelSection()), None, run.merged)
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "another tokenizer or chat template"):
         finetune.generate(run, "What is `abc`?", which="merged", max_new_tokens=2)

@@ -68,7 +68,7 @@ def test_a_bound_on_pixels_is_kept_by_tokens_and_pixels_alike(family: str, pixel
 
 
 def test_a_bound_where_pixels_are_fixed_is_refused(tmp_path: Path) -> None:
-    with refusal(ConfigError):
+    with refusal(ConfigError, "makes the same pixels of any image"):
         of_base(seeing.base(tmp_path, "gemma3"), **{"data.image_pixels": 100})
 
 
@@ -185,7 +185,7 @@ def test_a_package_that_transformers_needs_for_images_is_named(monkeypatch: pyte
         raise ImportError("AutoImageProcessor requires the Torchvision library but it was not found")
 
     monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=lacking))
-    with refusal(MachineError):
+    with refusal(MachineError, "install torchvision, or a newer transformers"):
         vision._image_processor(ModelSection())
 
 
@@ -197,7 +197,7 @@ def test_tokens_of_images_that_a_row_does_not_have_are_errors(family: str, tmp_p
         train = str(seeing.rows(tmp_path, [row]))
         data = DataSection(train=train, eval="none", max_length=256, control_tokens="parse")
         tokenizer = load_tokenizer(ModelSection(name=str(folder), vision="frozen"), data)
-        with refusal(DataError):
+        with refusal(DataError, "rows.jsonl:1:"):
             prepare(data, tokenizer, seen)
 
 

@@ -364,7 +364,7 @@ def test_rows_that_are_all_equal_are_all_trained_with_a_warning(
                 remedy in str(prepared.warning) for remedy in ("`data.eval`", "`data.eval_share`", "`data.eval: none`")
             )
             assert len(list(held_out_rows(section, tokenizer))) == 3
-            with refusal(DataError):
+            with refusal(DataError, "no held-out row is left"):
                 prepare_held_out(section, tokenizer)
 
 
@@ -399,7 +399,7 @@ def test_neither_split_consists_of_untrained_rows_alone(
 
 def test_rows_with_errors_are_held_out_like_others_and_reported(write: Write, tokenizer: Any) -> None:
     section = DataSection(train=write([{"question": str(number)} for number in range(20)]))
-    with refusal(DataError):
+    with refusal(DataError, "no format has the fields question"):
         prepare_held_out(section, tokenizer)
 
 

@@ -118,7 +118,7 @@ def test_a_test_is_trained_only_where_a_file_or_a_pattern_names_it(
     )
     laid_out(folder, ["inner/deep/a.jsonl"] if "deep" in str(files) else [])
     if files is None:
-        with refusal(DataError):
+        with refusal(DataError, "no training split, only test"):
             files_read(f"{folder}/{pattern}")
     else:
         assert files_read(f"{folder}/{pattern}") == files
@@ -181,7 +181,7 @@ def test_the_file_that_a_refusal_of_splits_advises_is_read(source: str, files: l
     if "README.md" in files:
         card = "---\nconfigs: [{config_name: default, data_files: [{split: test, path: '*.jsonl'}]}]\n---\n"
         (folder / "README.md").write_text(card)
-    with refusal(DataError) as refused:
+    with refusal(DataError, "training split") as refused:
         sources.rows(str(folder / source))
     [advised] = re.findall(r"such as `(.*)`", str(refused.value))
     assert str(Path(advised).relative_to(folder)) in files
@@ -232,7 +232,7 @@ def test_a_pattern_takes_files_of_one_of_several_data_sets(tmp_path: Path) -> No
     configs = "[{config_name: en, data_files: 'en*'}, {config_name: fr, data_files: fr.jsonl}]"
     (folder / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
     assert files_read(f"{folder}/en-*.jsonl") == ["en-1.jsonl", "en-2.jsonl"]
-    with refusal(DataError):
+    with refusal(DataError, "several data sets, en, fr"):
         sources.rows(str(folder))
 
 

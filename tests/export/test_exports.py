@@ -87,7 +87,7 @@ def test_an_export_of_a_base_that_was_replaced_while_it_was_read_is_not_publishe
         return load(*arguments)
 
     monkeypatch.setattr(build, "load", replaced)
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "base were changed, replaced or removed"):
         export(run, "adapter")
     assert not (run.path / export_formats.FORMATS["adapter"].folder).exists()
 
@@ -253,7 +253,7 @@ def test_a_file_with_a_wrong_tensor_is_not_published(
         return {part: tensor * (2 if "layers.1.mlp.up_proj" in name else 1) for part, tensor in parts.items()}
 
     monkeypatch.setattr(gguf_names, "stored", doubled)
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "is not the trained model"):
         export(run, "gguf")
     assert not (run.path / "gguf").exists()
     assert not list(run.path.glob("*.incomplete"))
@@ -266,7 +266,7 @@ def test_a_full_disk_leaves_the_earlier_export(
     export(run, "gguf")
     before = (run.path / "gguf" / "model-f16.gguf").read_bytes()
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
-    with refusal(MachineError):
+    with refusal(MachineError, "No space left on device"):
         export(run, "gguf", type="bf16")
     assert (run.path / "gguf" / "model-f16.gguf").read_bytes() == before
     assert not list(run.path.glob("*.incomplete"))

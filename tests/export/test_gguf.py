@@ -157,7 +157,7 @@ def test_every_family_is_proven_in_llama_cpp_and_a_wrong_tensor_refused(
         }
 
     monkeypatch.setattr(gguf_names, "stored", wrong)
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "is not the trained model"):
         gguf_export.make(job, tmp_path)
 
 
@@ -370,7 +370,7 @@ def test_a_vocabulary_that_merges_do_not_make_is_written_as_llama_cpp_takes_word
     if name:
         assert gguf_vocabulary._pre_tokenizer(rules) == name
     else:
-        with refusal(ConfigError):
+        with refusal(ConfigError, "whole words before it merges"):
             gguf_vocabulary._pre_tokenizer(rules)
 
 
@@ -391,7 +391,7 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused(tokenizer: Callable[[], Any
 
 def test_tokens_beyond_the_embeddings_are_refused(llama: Made, tmp_path: Path) -> None:
     llama.tokenizer.add_tokens([f"<|new {number}|>" for number in range(9)])
-    with refusal(ConfigError):
+    with refusal(ConfigError, "tokens beyond the 603 embeddings"):
         llama.export(tmp_path / "a.gguf")
 
 
@@ -424,17 +424,17 @@ def test_a_file_that_llama_cpp_reads_differently_is_not_published(trained_shape:
     assert found is not None
     assert found["agreement"] >= 0.9
     assert (found["tokenized_alike"], found["prompt_alike"], not_proven) == (1, True, [])
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "another most likely next token at"):
         llama_cpp.compare(file, job, [-trained[0]], nearly=llama_cpp.NEARLY)
     first, second = trained[0].topk(2).values.unbind(-1)
     tied = torch.where(trained[0] == first[:, None], second[:, None] - 0.1, trained[0])
     near, _ = llama_cpp.compare(file, job, [tied], nearly=0.2)
     assert near is not None
     assert near["agreement"] <= 0.1
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "another most likely next token at"):
         llama_cpp.compare(file, job, [tied])
     job.tokenizer = bench.llama2()
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "splits 1 of 1 held-out rows into other tokens"):
         llama_cpp.compare(file, job, trained)
     known, _ = llama_cpp.compare(file, job, trained, tokenizes_alike=False)
     assert known is not None

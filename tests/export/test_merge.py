@@ -108,7 +108,7 @@ def test_an_unequal_merge_is_not_published(run: RunDirectory, monkeypatch: pytes
 
     write = merged_files.write_weights
     monkeypatch.setattr(merged_files, "write_weights", damaging)
-    with refusal(ArtifactError) as refused:
+    with refusal(ArtifactError, "the merged model is not the trained model") as refused:
         finetune.merge(run)
     # Of a quantized base, the model that was trained is another one.
     assert re.search(r"differ by [\d.]+% from base plus adapter, .*\(the adapter itself changed", str(refused.value))
@@ -143,7 +143,7 @@ def test_disk_full_leaves_the_adapter_and_the_old_merge(run: RunDirectory, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(merged_files, "write_weights", full)
-    with refusal(MachineError):
+    with refusal(MachineError, "No space left on device"):
         finetune.merge(run)
     assert (run.merged / "model.safetensors").read_bytes() == before
 

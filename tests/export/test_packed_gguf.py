@@ -151,5 +151,5 @@ def test_weights_with_other_columns_in_llama_cpp_are_rounded_by_themselves(kind:
 
 def test_a_form_that_gguf_lacks_is_refused(tmp_path: Path) -> None:
     made = Packed("llama", "fp8", tmp_path / "model", ("_proj.weight",))
-    with refusal(ConfigError):
+    with refusal(ConfigError, "held in fp8, which GGUF files do not have"):
         made.written(tmp_path / "model.gguf")

@@ -140,5 +140,5 @@ def test_what_vllm_would_not_serve_is_refused(name: str, targets: Any, why: str,
 
 
 def test_experts_that_a_server_would_ignore_are_refused() -> None:
-    with refusal(ConfigError):
+    with refusal(ConfigError, "of the 1 layers that this adapter is on, a server"):
         server_names.served(["model.layers.0.mlp.experts"], ["model.layers.1.mlp.experts.down_proj"], "gpt_oss")

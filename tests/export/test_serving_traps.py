@@ -74,7 +74,7 @@ def test_an_update_that_a_grid_swallows_is_not_published(steps: float, kept: flo
     assert found.kept == pytest.approx(kept, abs=0.02)
     assert rounded(weight)[1].kept == pytest.approx(1, abs=0.03), "a base in 16 bit rounds without bias"
     if kept < proof.KEPT:
-        with refusal(ArtifactError):
+        with refusal(ArtifactError, "rounded more coarsely than that"):
             proof.refuse_unless_equal(found, "file")
 
 
@@ -125,7 +125,7 @@ def test_a_file_that_decodes_to_other_values_than_trained_is_refused(model: Path
     found = gguf_model.differing(model, config, file, weights)
     assert found["differing"] == 0 < found["count"]  # what is beside them is in bfloat16, as it was
     other = {name: pack("q4_0", exact(weights[name]) * 1.5)}
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "are not those that were trained"):
         gguf_model.differing(model, config, file, other)
 
 

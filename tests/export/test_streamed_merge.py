@@ -322,7 +322,7 @@ def test_a_correct_merge_is_proven_and_a_wrong_one_refused(
 
         with monkeypatch.context() as patch:
             patch.setattr(Merging, "_merged", merged)
-            with refusal(ArtifactError):
+            with refusal(ArtifactError, "the merged model is not the trained model"):
                 prove(tmp_path / wrong.__name__)
 
 
@@ -439,13 +439,13 @@ def test_a_refused_merge_leaves_no_files(run: RunDirectory, tmp_path: Path, monk
     with refusal(ArtifactError, "model-00002-of-00004.safetensors:"):
         finetune.merge(run)
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "was trained on another base"):
         finetune.merge(run)
     shard.write_bytes(content)
     with refusal(ConfigError, "`quantized`"):
         finetune.merge(run, onto="quantised")
     monkeypatch.setattr(merged_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    with refusal(MachineError):
+    with refusal(MachineError, "the merged weights need"):
         finetune.merge(run)
     assert left(run) == []
 

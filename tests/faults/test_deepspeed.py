@@ -229,7 +229,7 @@ def test_a_disk_that_no_rank_can_use_ends_all_with_one_message(job: Make, tmp_pa
 
 def test_a_disk_without_room_is_refused_and_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=15))
-    with refusal(MachineError):
+    with refusal(MachineError, "take up to 16 bytes; free some"):
         zero.Disk(str(tmp_path), 1)
     assert not list(tmp_path.iterdir())
 

@@ -83,7 +83,7 @@ def test_an_update_under_loss_scaling_is_that_of_the_gradients_without(quick) ->
 def test_a_nan_that_stays_stops_once_the_scale_is_used_up(quick, scaled, monkeypatch) -> None:
     config = quick(*FEW, "training.max_steps=9")
     spoil_losses(monkeypatch, *range(3, 10))
-    with refusal(NumbersError) as stopped:
+    with refusal(NumbersError, "loss is not finite") as stopped:
         finetune.train(config)
     assert stopped.value.exit_code == 5
     assert scaled == [4, 4, 2, 1, 0.5]

@@ -142,7 +142,7 @@ def test_a_rank_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, **torchrun}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(processes, "_START", timedelta(seconds=2))
-    with refusal(MachineError), processes.together(torch.device("cpu")):
+    with refusal(MachineError, "have not started"), processes.together(torch.device("cpu")):
         pass
 
 

@@ -391,7 +391,7 @@ def test_a_disk_that_is_full_as_well_does_not_hide_a_row_that_does_not_fit(
         raise MachineError("events.jsonl cannot be written: no space left")
 
     monkeypatch.setattr("finetune.training.step.for_model", exhausted)
-    with refusal(OutOfMemoryError):
+    with refusal(OutOfMemoryError, "The row that does not fit, alone"):
         finetune.train(quick(*EXACT, "training.micro_batch=1"))
 
 

@@ -107,10 +107,10 @@ def test_a_file_asked_for_that_cannot_be_written(
 def test_a_fitted_config_that_cannot_be_written(disk: Path) -> None:
     """Without the fit before it, which takes most of a minute."""
     fitted = Fitted(Config(), forecast(), {}, tried=1, find_everything=forecast)
-    with refusal(MachineError):
+    with refusal(MachineError, "made could not be written: No such file"):
         planning.write(fitted, disk / "missing" / "made")
     fill(disk)
-    with refusal(MachineError):
+    with refusal(MachineError, "made could not be written: No space left on"):
         planning.write(fitted, disk / "made")
     assert sorted(os.listdir(disk)) == ["filler"]
     planning.write(fitted, Path("/dev/null"))

@@ -93,5 +93,5 @@ def test_a_context_beyond_the_positions_and_an_impossible_cache_are_refused() ->
     config = tiny_models.config(model__name="builtin:tiny-llama")
     with refusal(ConfigError, "--context:"):
         answer_memory.forecast(config, "cpu", context=9_999_999)
-    with refusal(ConfigError):
+    with refusal(ConfigError, "no layer of this model attends to a window"):
         answer_memory.forecast(config, "cpu", cache="sliding")

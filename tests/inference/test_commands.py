@@ -325,7 +325,7 @@ def test_the_system_message_that_all_rows_share_is_recorded_and_asked_with(
 def test_a_run_of_plain_text_has_no_system_message(run: RunDirectory) -> None:
     run.event("resumed", learns="text")
     assert jobs.system_of(run, None) == ""
-    with refusal(ConfigError):
+    with refusal(ConfigError, "trained on plain text, which has no system message"):
         jobs.system_of(run, "Be brief.")
 
 
@@ -365,7 +365,7 @@ def test_at_a_terminal_an_interrupt_drops_the_line_and_the_end_leaves(
     assert said == ["\n", "\n"]
     assert "/base" in noted[0]
     assert noted[1:] == ["the conversation begins anew"]
-    with refusal(ConfigError):
+    with refusal(ConfigError, "finetune chat` is for a conversation"):
         commands.prompts_from_standard_input(opened.asked)
 
 

@@ -241,14 +241,14 @@ def test_a_run_without_an_evaluation_set_takes_tasks_alone_and_a_damaged_adapter
     other.config_file.write_text(dump(lost))
     found = finetune.evaluate(other, tasks=[str(task)], models=["adapter"], limit=1)
     assert "given from Python" in found.notes[1]
-    with refusal(DataError):
+    with refusal(DataError, "run the program that gave them again"):
         finetune.evaluate(other)
     file = other.adapter / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file(dict(list(tensors.items())[1:]), file)
     (other.adapter / "fingerprint.json").unlink()  # which earlier versions did not write
     before = other.eval_file.read_bytes()
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "do not fit this base"):
         finetune.evaluate(other, tasks=[str(task)])
     assert other.eval_file.read_bytes() == before
 

@@ -200,13 +200,13 @@ def test_layers_with_windows_keep_no_more_than_those_whatever_the_cache(tokenize
     a_token = 2 * 16 * 4  # keys and values of one head
     assert all(2 * a_token * (71 + 15) <= size <= 2 * a_token * (72 + 16) + 99 for size in sizes)
     if FP8:
-        with refusal(ConfigError):
+        with refusal(ConfigError, "only for models whose layers all attend to the whole row"):
             answers(model, tokenizer, prompt, replace(SETTINGS, cache="quantized"))
 
 
 def test_a_kv_cache_that_this_transformers_lacks_is_refused(model: Any, tokenizer: Any, monkeypatch: Any) -> None:
     monkeypatch.delattr(cache_utils, "Fp8QuantizedLayer", raising=False)
-    with refusal(MachineError):
+    with refusal(MachineError, "needs a newer transformers"):
         answers(model, tokenizer, [[5]], replace(SETTINGS, cache="quantized"))
 
 

@@ -61,10 +61,10 @@ def test_a_json_schema_is_a_rule(tmp_path: Path) -> None:
     file.write_text(json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}))
     assert [score(file, text) for text in ('{"n": 1}', '{"n": "1"}', "{}", "n")] == [1, 0, 0, 0]
     file.write_text(json.dumps({"$ref": "https://example.com/schema.json"}))
-    with refusal(DataError):  # and nothing is downloaded
+    with refusal(DataError, "cannot score this row"):  # and nothing is downloaded
         score(file, "{}")
     file.write_text(json.dumps({"type": "no such type"}))
-    with refusal(ConfigError):
+    with refusal(ConfigError, "not a JSON schema"):
         find(str(file))
 
 
@@ -88,7 +88,7 @@ def test_a_rule_of_a_user_gets_answer_reference_and_row_and_names_the_row_that_i
         score(f"{file}:score", "abc")
     with refusal(DataError, "rows.jsonl:7", "0.5"):
         score(f"{file}:text", "abc")
-    with refusal(DataError):
+    with refusal(DataError, "the reference is not valid JSON"):
         score("json_equal", "1", "one")
 
 

@@ -297,7 +297,7 @@ def test_on_a_terminal_it_asks_for_what_is_missing_and_again_after_a_mistake(
         if agreed:
             assert questions.ask("builtin:tiny-llama", "rows.jsonl", None, None, yes=False) == wanted
         else:
-            with refusal(ConfigError):
+            with refusal(ConfigError, "left as it is"):
                 questions.ask("builtin:tiny-llama", "rows.jsonl", None, None, yes=False)
 
 

@@ -126,7 +126,7 @@ def test_a_target_without_arrays_starts_no_sweep(on: str, here: Path) -> None:
 
 def test_attention_heads_that_the_ranks_of_a_group_cannot_share_are_refused_where_the_model_is_known() -> None:
     split = ["training.micro_batch=1", "training.batch_size=4", "distributed.context=4"]
-    with refusal(ConfigError):
+    with refusal(ConfigError, "4 ranks cannot share 6 attention heads"):
         render.write(CONFIG, split, "slurm", nodes=2, gpus=4)
     elsewhere = [*split, "model.name=/on/a/disk/of/the/cluster", "model.tokenizer=builtin:tiny-llama"]
     assert render.write(CONFIG, elsewhere, "slurm", nodes=2, gpus=4)
@@ -138,14 +138,14 @@ def test_a_config_outside_the_copied_directory_is_refused(on: str, here: Path) -
     if not TARGETS[on].copied:  # the nodes may see other directories as well
         assert str(TINY) in render.write(TINY, overrides, on, **OPTIONS)[0].read_text()
     else:
-        with refusal(ConfigError):
+        with refusal(ConfigError, "not in this directory"):
             render.write(TINY, overrides, on, **OPTIONS)
         absolute = render.write(here / CONFIG, overrides, on, **OPTIONS)[0].read_text()
         assert absolute == render.write(CONFIG, overrides, on, **OPTIONS)[0].read_text()
 
 
 def test_the_file_does_not_replace_the_config(here: Path) -> None:
-    with refusal(ConfigError):
+    with refusal(ConfigError, "is the config itself"):
         render.write(CONFIG, ["training.micro_batch=1"], "slurm", **OPTIONS, output=here / "." / CONFIG)
     assert CONFIG.read_text() == TINY.read_text()
 

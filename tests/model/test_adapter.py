@@ -75,7 +75,7 @@ def test_an_invalid_pattern_and_a_rank_for_no_layer_are_refused() -> None:
         AdapterSection(targets="(q_proj")
     check_rank(base(), AdapterSection(rank=192))
     check_rank(base(), AdapterSection(rank=64, targets=["k_proj"]))
-    with refusal(ConfigError):
+    with refusal(ConfigError, "65 is more than the smaller side of each layer it would adapt, 64 at most"):
         check_rank(base(), AdapterSection(rank=65, targets=["k_proj"]))
 
 

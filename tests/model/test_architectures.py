@@ -252,7 +252,7 @@ def test_a_convolution_over_a_few_tokens_is_seen_when_rows_are_packed() -> None:
     model.reach = 0.0
     packed_rows.prove(model)
     model.reach = 0.05
-    with refusal(MachineError):
+    with refusal(MachineError, "packed rows influence each other"):
         packed_rows.prove(model)
 
 

@@ -174,7 +174,7 @@ def test_an_answer_ends_with_the_positions_and_a_prompt_that_takes_them_all_is_r
     base = make_base("gpt2", GPT2)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
     assert len(list(answers(model, tokenizer, [tokenizer("a")["input_ids"]], Settings(500)))) == 1
-    with refusal(ConfigError):
+    with refusal(ConfigError, "tokens, but the base only 40 positions"):
         answers(model, tokenizer, [tokenizer("word " * POSITIONS)["input_ids"]], Settings(5))
 
 
@@ -188,7 +188,7 @@ def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused_before_weights_are
     base = make_base("llama", LLAMA, more_tokens=-700, weights=False)
     config = quick(f"model.name={base}", "training.max_steps=1")
     for run in (finetune.train, lambda config: finetune.plan(config, "cpu")):
-        with refusal(ArtifactError):
+        with refusal(ArtifactError, "has embeddings for"):
             run(config)
     run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
     run.config_file.write_text(run.config_file.read_text().replace("builtin:tiny-llama", str(base)))

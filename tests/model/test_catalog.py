@@ -174,7 +174,7 @@ def test_find_returns_none_for_an_unknown_name_and_config_raises_with_advice() -
     assert catalog.find("meta-llama/Llama-3.1-9B") is None
     with refusal(ConfigError, "meta-llama/Llama-3.1-8B"):
         catalog.config("meta-llama/Llama-3.1-9B")
-    with refusal(ConfigError):
+    with refusal(ConfigError, "no model 'zzz' in the catalog"):
         catalog.config("zzz")
 
 

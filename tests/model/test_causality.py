@@ -84,7 +84,7 @@ def test_a_model_that_sees_the_next_token_is_refused() -> None:
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.2)
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "sees the token it predicts"):
         causality.prove(model)
 
 
@@ -156,5 +156,5 @@ def test_a_head_of_zeros_says_the_same_of_every_token_and_looks_at_none() -> Non
 def test_logits_that_are_not_numbers_do_not_count_as_looking_ahead() -> None:
     model = model_of("llama")
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
-    with refusal(NumbersError):
+    with refusal(NumbersError, "logits are not finite"):
         causality.prove(model)

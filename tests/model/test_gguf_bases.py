@@ -234,10 +234,10 @@ def test_a_cache_that_cannot_be_written_serves_what_is_there_and_else_says_what_
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # to whoever runs this as root, none is read-only
     assert gguf_base.unpacked(file) == folder
     (folder / "gguf.json").write_text("{}")
-    with refusal(MachineError):
+    with refusal(MachineError, "gguf, but it cannot be written"):
         gguf_base.unpacked(file)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(file / "below a file"))
-    with refusal(MachineError):
+    with refusal(MachineError, "could not be written to"):
         gguf_base.unpacked(file)
 
 
@@ -245,7 +245,7 @@ def test_a_cache_that_others_can_write_is_not_trusted(tmp_path: Path) -> None:
     file = written("llama", tmp_path, "q8_0")
     gguf_base.unpacked(file)
     gguf_base.cache().chmod(0o777)
-    with refusal(MachineError):
+    with refusal(MachineError, "other users can write to it"):
         gguf_base.unpacked(file)
 
 
@@ -496,7 +496,7 @@ def test_a_full_disk_is_reported_and_nothing_is_left(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(weight_files, "write", full)
-    with refusal(MachineError):
+    with refusal(MachineError, "could not be written to"):
         gguf_base.unpacked(file)
     assert not list(tmp_path.rglob("*unpacked*"))
 
@@ -527,7 +527,7 @@ def test_a_run_on_a_file_computes_with_its_values_and_is_merged(
     assert record["held_base"]["kl"] <= 1e-6
     assert record["serve"]["llama.cpp"].startswith(f"llama-server -m {file} --lora ")
     file.unlink()
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "no such file; download the GGUF file"):
         finetune.train(job.changed({"training.max_steps": 3, "quantization.kind": "published"}))
 
 

@@ -118,5 +118,5 @@ def test_a_head_with_a_bias_and_a_smaller_vocabulary_are_refused() -> None:
     base.lm_head.register_parameter("bias", torch.nn.Parameter(torch.zeros(2048, device="meta")))
     with refusal(ConfigError, "LlamaForCausalLM"):
         new_rows.by_module(base, [[5, 6]])
-    with refusal(ConfigError):
+    with refusal(ConfigError, "2000 is less than the 2048 rows"):
         load_architecture(ModelSection(vocabulary=2000))

@@ -265,7 +265,7 @@ def test_a_key_that_excludes_the_published_form_is_refused(
     config = load_config(
         {"model": {"name": str(packed(KEPT["FP8"]))}, "data": {"train": "builtin:python_docs"}} | changed
     )
-    with refusal(ConfigError):
+    with refusal(ConfigError, "is published in FP8"):
         bounds.as_known_base_allows(config)
 
 

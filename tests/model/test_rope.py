@@ -65,7 +65,7 @@ def test_a_base_that_cannot_be_scaled_is_refused(name: str, why: str) -> None:
     config = section("yarn").model_copy(update={"name": name, "weights": "random"})
     with refusal(ConfigError, "`model.rope_scaling`", name, why):
         load_architecture(config)
-    with refusal(ConfigError):
+    with refusal(ConfigError, "no rotary embedding that transformers can scale"):
         rope.scaled(AutoConfig.for_model("gpt2"), config)
 
 

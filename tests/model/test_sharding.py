@@ -110,7 +110,7 @@ def test_a_head_that_would_not_be_gathered_is_refused(shards: Sharding) -> None:
     base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
     base.model.forward = types.MethodType(lambda self, input_ids, **_: self.embed_tokens(input_ids), base.model)
     shards.apply(base)
-    with refusal(ConfigError):
+    with refusal(ConfigError, "does not use the norm after its layers"):
         base.model(torch.zeros(1, 8, dtype=torch.long))
 
 

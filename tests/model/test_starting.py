@@ -136,7 +136,7 @@ def test_a_run_starts_where_another_ended_and_resumes_without_it(quick, tmp_path
     assert card._start(run) == {"started from": f"`adapter` (sha256 {kept})"}
 
     (first.adapter / "fingerprint.json").write_text(json.dumps({"tokenizer": "0" * 64, "base": None}))
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "trained with another tokenizer"):
         finetune.train(quick(start, run="other"))
     shutil.rmtree(first.path)
     resumed = finetune.train(quick(start, "training.max_steps=4")).run

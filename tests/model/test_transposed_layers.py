@@ -59,7 +59,7 @@ def test_transposed_layers_are_targeted_ranked_and_bounded_like_linear_ones() ->
         name.rpartition(".")[2]: layer.r["default"] for name, layer in adapted.named_modules() if hasattr(layer, "r")
     }
     assert ranks == {"c_attn": 4, "c_fc": 2}
-    with refusal(ConfigError):
+    with refusal(ConfigError, "33 is more than the smaller side of each layer it would adapt, 32"):
         adapter.check_rank(gpt2(), LORA.model_copy(update={"rank": 33}))
 
 

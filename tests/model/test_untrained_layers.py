@@ -96,7 +96,7 @@ def section(*targets: str, **more: Any) -> AdapterSection:
 
 @pytest.mark.parametrize("target", ["linear_1", r".*projector.*\.linear_2"])
 def test_targets_beside_the_text_alone_are_refused(target: str) -> None:
-    with refusal(ConfigError):
+    with refusal(ConfigError, "rows of text train no layer of Mistral3For"):
         adapter.lora_config(base("mistral3"), section(target))
 
 
@@ -157,7 +157,7 @@ def test_a_finished_run_of_an_earlier_version_that_adapted_a_tower_is_published_
         earlier.setattr(linear_layers, "untrained", lambda model: frozenset())
         run = finetune.train(config).run
     before = adapter_weights(run)
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "finetune train` again, which publishes this run's adapter"):
         finetune.merge(run)
     finetune.train(config)
     after = adapter_weights(run)

@@ -180,9 +180,9 @@ def test_rows_that_do_not_suit_the_objective_are_refused(job, tmp_path: Path) ->
         contract.check_rows("preference", RowLayout(), 1)
     with refusal(ConfigError, "distributed.context"):
         contract.check_rows("preference", LAYOUT, 2)
-    with refusal(ConfigError):
+    with refusal(ConfigError, "trains rows of one sequence"):
         finetune.train(job("training.objective=supervised"))
-    with refusal(ConfigError):
+    with refusal(ConfigError, "trains rows of one sequence"):
         finetune.plan(job("training.objective=supervised"))
 
 
@@ -200,7 +200,7 @@ def test_a_pair_with_one_answer_too_long_is_dropped_and_never_cut(job) -> None:
     assert 0 < found.train_counts.dropped == len(whole.train) - len(found.train)
     assert all(max(each["segments"]) < longest for each in found.train)
     for policy in ("truncate", "split", "error"):
-        with refusal(DataError):
+        with refusal(DataError, "one of several segments is not cut alone"):
             prepared(job, *shorter, f"data.too_long={policy}")
 
 

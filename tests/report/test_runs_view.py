@@ -115,5 +115,5 @@ def test_fewer_than_two_runs_and_paths_without_a_run_are_refused(run: RunDirecto
     for too_few in ([run.path], [run.path, run]):
         with refusal(ConfigError, "two"):
             compare(too_few)
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "not a run directory"):
         compare([run.path, tmp_path])

@@ -71,6 +71,6 @@ def test_a_number_that_another_machine_may_have_written_names_no_process(
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         stranger.send_signal(signal.SIGSTOP)
         (tmp_path / "a.lock").write_text(str(stranger.pid) if content == "a stranger" else content)
-        with refusal(InUseError):
+        with refusal(InUseError, "in use by another process, perhaps on another machine: wait until"):
             locks.locked(tmp_path / "a.lock", "the cache", "or wait", wait=True).__enter__()
         stranger.kill()

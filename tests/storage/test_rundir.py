@@ -371,7 +371,7 @@ def test_a_pipe_is_written_directly() -> None:
 
 def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     (tmp_path / "plots").mkdir()
-    with refusal(MachineError):
+    with refusal(MachineError, "plots could not be written: it is a folder; name a file"):
         write_text(tmp_path / "plots", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["plots"]
 

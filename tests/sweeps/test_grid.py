@@ -48,13 +48,13 @@ def test_a_value_of_python_is_read_back(value: Any) -> None:
 
 def test_values_of_numpy_are_read_as_pythons_and_others_are_refused() -> None:
     assert [grid.as_text(each) for each in (np.float64(1e-4), np.int64(3), np.bool_(True))] == ["0.0001", "3", "true"]
-    with refusal(ConfigError):
+    with refusal(ConfigError, "cannot be a value of a config"):
         grid.as_text(object())
 
 
 @pytest.mark.parametrize("values", ["1e-4,2e-4", 1e-4])
 def test_values_of_python_are_a_list(values: Any) -> None:
-    with refusal(ConfigError):
+    with refusal(ConfigError, "give a list of values"):
         finetune.sweep({}, {"training.learning_rate": values})
 
 

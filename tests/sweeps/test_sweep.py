@@ -198,7 +198,7 @@ def test_values_are_added_to_a_sweep_that_has_ended(tmp_path: Path, job: list[st
 
 
 def test_a_sweep_has_a_directory_of_its_own(job: list[str], run: RunDirectory) -> None:
-    with refusal(ConfigError):
+    with refusal(ConfigError, "is a run; give the sweep a directory of its own"):
         swept(run.path, job)
 
 

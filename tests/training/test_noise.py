@@ -111,7 +111,7 @@ def test_trained_embeddings_get_the_gradient_they_have_without_noise() -> None:
 
 
 def test_a_model_that_reads_its_table_by_other_means_is_refused() -> None:
-    with refusal(ConfigError):
+    with refusal(ConfigError, "does not call its input embeddings"):
         noise_of(collated(SHORT), calls=False)
 
 

@@ -108,7 +108,7 @@ def test_a_finished_run_publishes_its_adapter_again_if_it_is_not_the_trained_one
     finetune.train(config)
     assert [event["event"] for event in run.events()].count("finished") == 1, "all is well: nothing is done"
     older(run)
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "finetune train` again, which publishes this run's adapter"):
         finetune.merge(run)
     capsys.readouterr()
     finetune.train(config)
@@ -151,7 +151,7 @@ def test_a_proof_for_which_memory_is_missing_does_not_blame_the_adapter(
     config = quick("training.max_steps=1", "data.eval=none", "training.eval_every=null", *JOB[:3])
     with monkeypatch.context() as patched:
         patched.setattr(PeftModel, "from_pretrained", full)
-        with refusal(OutOfMemoryError) as refused:
+        with refusal(OutOfMemoryError, "out of memory while adapter/ was loaded") as refused:
             finetune.train(config)
     run = RunDirectory(config.output.dir)
     assert "not what was trained" not in str(refused.value)

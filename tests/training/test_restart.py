@@ -163,7 +163,7 @@ def test_a_base_that_is_replaced_while_it_is_loaded_is_not_trained(
         return loaded
 
     monkeypatch.setattr(Blueprint, "load", replaced)
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "base were changed, replaced or removed"):
         finetune.train(quick(f"model.name={base}"))
 
 
@@ -225,7 +225,7 @@ def test_a_folder_with_other_files_is_left_alone(quick, tmp_path: Path, fresh: b
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "answers.json").write_text("mine")
-    with refusal(MachineError):
+    with refusal(MachineError, "not empty, and not a run"):
         finetune.train(quick(), fresh=fresh)
     assert [path.name for path in folder.iterdir()] == ["answers.json"]
     assert (folder / "answers.json").read_text() == "mine"

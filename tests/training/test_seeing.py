@@ -175,7 +175,7 @@ def test_files_of_another_processor_are_refused_in_a_sentence(
     settings = seeing.base(tmp_path / "base", family) / file
     settings.write_text(json.dumps(json.loads(settings.read_text()) | changes))
     seeing.rows(tmp_path, [example(tmp_path, number) for number in range(3)])
-    with refusal(ArtifactError):
+    with refusal(ArtifactError, "the files of its processor are not of this model"):
         finetune.train(config(tmp_path, **{"training.batch_size": 3, "training.micro_batch": 3}))
 
 
