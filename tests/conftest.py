@@ -257,9 +257,13 @@ def shallow_base(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="session")
 def children(tmp_path_factory: pytest.TempPathFactory, shallow_base: Path, shared_folder: Path) -> Iterator[Children]:
-    """Starts processes forked from one that has imported the libraries; jobs in them train two layers of the base."""
+    """Starts processes forked from one that has imported the libraries.
+
+    Jobs in them train two layers of the base, without fused kernels, whose proofs take a third of a short run.
+    """
     folder = tmp_path_factory.mktemp("children")
     config = folder / "shallow_cpu.yaml"
-    config.write_text(TINY.read_text().replace("builtin:tiny-llama", str(shallow_base)))
+    shallow = TINY.read_text().replace("builtin:tiny-llama", str(shallow_base))
+    config.write_text(shallow + "\nkernels:\n  fused: 'off'\n")
     with Children(folder, config=config, shared=shared_folder) as started:
         yield started

@@ -230,6 +230,7 @@ def _serve(preload: str, config: str, address: str) -> None:
     main = _finetune(config) if preload == "finetune" else _plain()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # as in conftest.py
     with socket.socket(socket.AF_UNIX) as listening, selectors.DefaultSelector() as selector:
         listening.bind(address)
         listening.listen()

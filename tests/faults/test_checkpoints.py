@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import random
 import re
 import shutil
 import signal
@@ -15,17 +16,18 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from children import Children, Ended, Fault, contents
+from children import Child, Children, Ended, Fault, contents
 from jobs import adapter_weights, mounted
 from messages import refusal
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from signed import sign
 
 import finetune
 from finetune.config import OptimizerSection
-from finetune.errors import DataError
+from finetune.errors import DataError, NumbersError
 from finetune.lifecycle import provenance, resume
 from finetune.model.distributed import optimizer_states
 from finetune.model.distributed.engine import OneProcess
@@ -52,23 +54,35 @@ JOB = [
 class Job:
     """One job, started as often as it takes in one run directory."""
 
-    def __init__(self, children: Children, rows_file: Path, folder: Path, job: list[str]) -> None:
+    def __init__(self, children: Children, folder: Path, job: list[str]) -> None:
         self.run = RunDirectory(folder)
-        self.arguments = ["train", children.config, *job, f"data.train={rows_file}", f"output.dir={folder}"]
-        self._children = children
+        self.arguments = ["train", children.config, *job, f"output.dir={folder}"]
+        self.children = children
+
+    def start(self, fault: Fault | None = None, *more: str) -> Child:
+        return self.children.start([*self.arguments, *more], fault)
 
     def go(self, fault: Fault | None = None, *more: str) -> Ended:
-        return self._children.run([*self.arguments, *more], fault)
+        return self.start(fault, *more).wait()
 
-    def start(self, fault: Fault | None = None):
-        return self._children.start(self.arguments, fault)
+    def ends(self, code: int, fault: Fault | None = None, *more: str) -> str:
+        """All that it prints, in one line, up to this end."""
+        ended = self.go(fault, *more)
+        assert ended.code == code, ended.output
+        assert "Traceback" not in ended.output
+        return ended.in_one_line
 
     @property
     def weights(self) -> bytes:
         return (self.run.adapter / "adapter_model.safetensors").read_bytes()
 
-    def names(self) -> list[str]:
-        return [event["event"] for event in self.run.events()]
+    @property
+    def evaluations(self) -> list[tuple[int, float]]:
+        return [(line["step"], line["eval_loss"]) for line in self.run.metrics() if "eval_loss" in line]
+
+    def assert_as(self, whole: Job) -> None:
+        assert self.weights == whole.weights
+        assert self.evaluations == whole.evaluations
 
 
 @pytest.fixture
@@ -76,7 +90,7 @@ def job(children: Children, rows_file: Path, tmp_path: Path):
     """A function from overrides to a job in a directory of its own."""
 
     def make(overrides: list[str] = JOB, folder: Path = tmp_path / "run") -> Job:
-        return Job(children, rows_file, folder, overrides)
+        return Job(children, folder, [f"data.train={rows_file}", *overrides])
 
     return make
 
@@ -84,9 +98,8 @@ def job(children: Children, rows_file: Path, tmp_path: Path):
 @pytest.fixture(scope="module")
 def whole(children: Children, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The uninterrupted run. Do not write to it."""
-    job = Job(children, rows_file, tmp_path_factory.mktemp("whole") / "run", JOB)
-    ended = job.go()
-    assert ended.code == 0, ended.output
+    job = Job(children, tmp_path_factory.mktemp("whole") / "run", [f"data.train={rows_file}", *JOB])
+    job.ends(0)
     return job
 
 
@@ -98,9 +111,8 @@ EARLY = [*JOB, "training.max_steps=30", "training.eval_every=1", "training.early
 @pytest.fixture(scope="module")
 def whole_early(children: Children, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The uninterrupted run that stops early. Do not write to it."""
-    job = Job(children, rows_file, tmp_path_factory.mktemp("early") / "run", EARLY)
-    ended = job.go()
-    assert ended.code == 0, ended.output
+    job = Job(children, tmp_path_factory.mktemp("early") / "run", [f"data.train={rows_file}", *EARLY])
+    job.ends(0)
     assert job.run.steps_done < 30, "the job was meant to stop early"
     return job
 
@@ -166,9 +178,8 @@ def test_killed_three_times_a_run_ends_with_the_same_bits(job, whole: Job) -> No
     ):
         ended = killed.go(fault)
         assert ended.code < 0, ended.output
-    ended = killed.go()
-    assert ended.code == 0, ended.output
-    assert killed.weights == whole.weights
+    killed.ends(0)
+    killed.assert_as(whole)
     assert [line["step"] for line in killed.run.metrics() if "loss" in line] == list(range(1, STEPS + 1))
     assert [event["step"] for event in killed.run.events() if event["event"] == "resumed"] == [2, 2, 6]
     assert not list(killed.run.path.rglob("*.incomplete"))
@@ -200,23 +211,19 @@ def test_a_disk_that_fills_during_a_save_ends_in_4_with_the_bytes(
 
 
 def test_a_training_on_a_full_disk_ends_in_4_and_goes_on_when_there_is_room(job, whole: Job, small_disk: Path) -> None:
-    """First the save finds the room gone before it writes, then a line of metrics is what does not fit."""
+    """First a line of metrics does not fit, then the save finds the room gone before it writes."""
     starved = job(folder=small_disk / "run")
-    ended = starved.go(Fault("rename", "step-00000002.incomplete", action="fill"))
-    assert ended.code == 4, ended.output
-    assert re.search(r"could not be written: No space left on device; [\d,]+ bytes are free", ended.output)
-    assert "Traceback" not in ended.output
+    said = starved.ends(4, Fault("rename", "step-00000002.incomplete", action="fill"))
+    assert re.search(r"could not be written: No space left on device; [\d,]+ bytes are free", said)
     assert starved.run.complete_checkpoints() == [starved.run.checkpoint(2)]
     # Room for lines, not for a checkpoint.
     (small_disk / "filler").unlink()
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 2**20))
-    ended = starved.go()
-    assert ended.code == 4, ended.output
     assert re.search(r"checkpoint at step \d could not be written.* not enough disk space; [\d,]+ bytes are free; "
-                     r"[\d,]+ bytes are needed\. ", ended.output)  # fmt: skip
+                     r"[\d,]+ bytes are needed\. ", starved.ends(4))  # fmt: skip
     (small_disk / "filler").unlink()
-    assert starved.go().code == 0
-    assert starved.weights == whole.weights
+    starved.ends(0)
+    starved.assert_as(whole)
 
 
 FAILED_SAVES = {
@@ -270,22 +277,22 @@ def test_a_run_directory_that_vanishes_while_training_ends_in_4(job) -> None:
     child.send(signal.SIGCONT)
     ended = child.wait()
     assert ended.code == 4, ended.output
-    assert "could not be written: No such file or directory" in " ".join(ended.output.split())
+    assert "could not be written: No such file or directory" in ended.in_one_line
     assert "Traceback" not in ended.output
 
 
+MERGED = [*JOB, "output.merge=true", "training.max_steps=1", "data.eval=none", "training.eval_every=null"]
+
+
 def test_a_disk_full_at_the_merge_leaves_the_adapter_and_a_merge_that_can_be_done_again(job, small_disk: Path) -> None:
-    merging = job([*JOB, "output.merge=true", "training.max_steps=1", "data.eval=none", "training.eval_every=null"],
-                  small_disk / "run")  # fmt: skip
-    ended = merging.go(Fault("mkdir", r"merged\.incomplete", action="fill"))
-    assert ended.code == 4, ended.output
-    assert "the adapter is safe in" in ended.output
+    merging = job(MERGED, small_disk / "run")
+    assert "the adapter is safe in" in merging.ends(4, Fault("mkdir", r"merged\.incomplete", action="fill"))
     adapter = merging.weights
     assert not merging.run.merged.exists()
     (small_disk / "filler").unlink()
-    ended = merging._children.run(["merge", merging.run.path])
+    ended = merging.children.run(["merge", merging.run.path])
     assert ended.code == 0, ended.output
-    assert (merging.run.merged / "merge.json").is_file()
+    assert merging.run.is_merged
     assert merging.weights == adapter
 
 
@@ -301,25 +308,19 @@ def damaged(whole: Job, tmp_path: Path) -> RunDirectory:
     return run
 
 
-def files_of(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 FILES = ["adapter_config.json", "adapter_model.safetensors", "manifest.json", "optimizer.safetensors", "state.json",
          "trainer_state.json"]  # fmt: skip
 
 
 def test_a_run_falls_back_to_the_newest_whole_checkpoint_and_says_so(job, whole: Job, damaged: RunDirectory) -> None:
     older, newest = damaged.complete_checkpoints()
-    assert files_of(newest) == FILES
+    assert sorted(path.name for path in newest.iterdir()) == FILES
     file = newest / "optimizer.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     again = job(folder=damaged.path)
-    ended = again.go()
-    assert ended.code == 0, ended.output
-    said = " ".join(ended.output.split())
+    said = again.ends(0)
     assert f"{newest.name} cannot be used (optimizer.safetensors is damaged" in said
     assert re.search(rf"resuming from .*{older.name}", said)
     assert newest.with_name(newest.name + ".damaged").is_dir(), "nothing is deleted silently"
@@ -328,7 +329,7 @@ def test_a_run_falls_back_to_the_newest_whole_checkpoint_and_says_so(job, whole:
     assert (event["step"], event["moved_to"]) == (STEPS, newest.name + ".damaged")
 
 
-@pytest.mark.parametrize("how", ["no file", "no checkpoint", "a flag"])
+@pytest.mark.parametrize("how", ["no checkpoint", "a flag"])
 def test_without_a_whole_checkpoint_a_run_ends_in_7_and_never_starts_over(job, damaged: RunDirectory, how: str) -> None:
     for folder in damaged.complete_checkpoints():
         if how == "no checkpoint":
@@ -338,19 +339,16 @@ def test_without_a_whole_checkpoint_a_run_ends_in_7_and_never_starts_over(job, d
     before = damaged.metrics_file.read_bytes()
     again = job(folder=damaged.path)
     for _ in range(2 if how == "a flag" else 1):
-        ended = again.go()
-        assert ended.code == 7, ended.output
-        assert "no checkpoint in" in ended.output
-        assert ("state.json is missing" in ended.output) == (how != "no checkpoint")
+        said = again.ends(7)
+        assert "no checkpoint in" in said
+        assert ("state.json is missing" in said) == (how != "no checkpoint")
     assert damaged.metrics_file.read_bytes() == before
     if how == "a flag":
-        assert again.go(None, "training.max_steps=1", "--fresh").code == 0
+        again.ends(0, None, "training.max_steps=1", "--fresh")
         assert damaged.path.with_name("run.1").is_dir()
 
 
 def test_a_checkpoint_with_weights_that_are_not_finite_is_not_written(tmp_path: Path) -> None:
-    from finetune.errors import NumbersError
-
     run = RunDirectory(tmp_path)
     made = contents(1)
     made.tensors["b.safetensors"]["weight"][7] = float("nan")
@@ -366,78 +364,61 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_not_written(tmp_path: 
     ("fault", "saved"),
     [
         pytest.param(Fault(STEP, nth=3, action="SIGTERM SIGTERM"), 3, id="step", marks=pytest.mark.long),
+        pytest.param(Fault(STEP, nth=3, action="SIGINT"), 3, id="Ctrl-C"),
         pytest.param(Fault("open", r"step-00000004\.incomplete/opt", action="SIGTERM"), 5, id="save"),
-        pytest.param(Fault(EVALUATION, nth=3, action="SIGTERM"), 4, id="evaluation"),
         pytest.param(Fault(STEP, nth=STEPS, action="SIGTERM"), STEPS, id="last step", marks=pytest.mark.long),
         pytest.param(Fault(EVALUATION, nth=5, action="SIGTERM"), STEPS, id="last evaluation"),
     ],
 )
-def test_sigterm_in_training_saves_ends_in_143_and_a_resume_ends_with_the_same_bits(
+def test_a_signal_in_training_saves_and_a_resume_ends_with_the_same_bits(
     job, whole: Job, fault: Fault, saved: int
 ) -> None:
+    code, name = (130, "interrupted") if fault.action == "SIGINT" else (143, "terminated")
     stopped = job()
-    ended = stopped.go(fault)
-    assert ended.code == 143, ended.output
-    assert f"step {saved} is saved" in " ".join(ended.output.split())
-    assert stopped.run.complete_checkpoints()[-1] == stopped.run.checkpoint(saved)
-    assert stopped.names()[-1] == "terminated"
-    assert stopped.go().code == 0
-    assert stopped.weights == whole.weights
-    assert evaluations(stopped.run) == evaluations(whole.run)
-
-
-def test_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job, whole_early: Job) -> None:
-    last = whole_early.run.steps_done
-    stopped = job(EARLY)
-    assert stopped.go(Fault(EVALUATION, nth=2 + last, action="SIGTERM")).code == 143
-    assert stopped.run.complete_checkpoints()[-1] == stopped.run.checkpoint(last)
-    assert len(evaluations(stopped.run)) == len(evaluations(whole_early.run)) - 1
-    assert stopped.go().code == 0
-    assert evaluations(stopped.run) == evaluations(whole_early.run)
-    assert stopped.weights == whole_early.weights
+    said = stopped.ends(code, fault)
+    assert f"step {saved} is saved" in said
+    assert name in said
+    assert checkpoint.newest_valid(stopped.run) == (stopped.run.checkpoint(saved), {})
+    assert stopped.run.events()[-1]["event"] == name
+    stopped.ends(0)
+    stopped.assert_as(whole)
 
 
 @pytest.mark.parametrize(
-    ("moment", "before_training"),
+    ("moment", "nth", "owed"),
     [
-        pytest.param("finetune.training.progress:Progress.gains", 0, id="before it is counted", marks=pytest.mark.long),
-        pytest.param("finetune.training.recorder:MetricsRecorder.evaluated", 1, id="before it is written"),
-        pytest.param(
-            "finetune.report.terminal:Terminal.evaluated", 1, id="after it was written", marks=pytest.mark.long
-        ),
+        pytest.param(EVALUATION, 1, 1, id="in the last one"),
+        pytest.param("finetune.training.progress:Progress.gains", -1, 0, id="uncounted", marks=pytest.mark.long),
+        pytest.param("finetune.training.recorder:MetricsRecorder.evaluated", 0, 0, id="unwritten"),
+        pytest.param("finetune.report.terminal:Terminal.evaluated", 0, 0, id="written", marks=pytest.mark.long),
     ],
 )
-def test_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluation_counted_once(
-    job, whole_early: Job, moment: str, before_training: int
+def test_sigterm_around_the_evaluation_that_ends_a_run_early_adds_no_step_and_counts_each_evaluation_once(
+    job, whole_early: Job, moment: str, nth: int, owed: int
 ) -> None:
-    """In the first evaluation without a gain of a run that the second one ends: counted twice, it would end there.
+    """Within the last evaluation, which a resume makes up for, or once the loss of the one before it is known.
 
-    `before_training`: how often the moment comes in the evaluation before the first step, which is counted by nobody.
+    That is the first of two without a gain: counted twice, it would end the run. `nth`: of the moments, counted from
+    the run's last step; the evaluation before the first step is counted by nobody, and that of the warm-up by one.
     """
-    last = whole_early.run.steps_done
-    losses = [loss for _, loss in evaluations(whole_early.run)]
+    last, evaluated = whole_early.run.steps_done, whole_early.evaluations
+    losses = [loss for _, loss in evaluated]
     assert losses[last - 1] >= min(losses[1 : last - 1]), "the evaluation before the last one has no gain"
     stopped = job(EARLY)
-    assert stopped.go(Fault(moment, nth=last - 1 + before_training, action="SIGTERM")).code == 143
-    assert stopped.run.complete_checkpoints()[-1] == stopped.run.checkpoint(last - 1)
-    assert evaluations(stopped.run) == evaluations(whole_early.run)[:last]
-    assert stopped.go().code == 0
-    assert evaluations(stopped.run) == evaluations(whole_early.run)
-    assert stopped.weights == whole_early.weights
+    stopped.ends(143, Fault(moment, nth=last + nth + owed, action="SIGTERM"))
+    assert stopped.run.complete_checkpoints()[-1] == stopped.run.checkpoint(last - 1 + owed)
+    assert stopped.evaluations == evaluated[:last]
+    stopped.ends(0)
+    stopped.assert_as(whole_early)
 
 
 def test_a_postponed_evaluation_is_logged_once_even_after_a_kill(job, whole: Job) -> None:
     stopped = job()
-    assert stopped.go(Fault(EVALUATION, nth=3, action="SIGTERM")).code == 143
-    assert stopped.go(Fault("finetune.report.terminal:Terminal.evaluated")).code == -signal.SIGKILL
-    assert evaluations(stopped.run) == evaluations(whole.run)[:2]
-    assert stopped.go().code == 0
-    assert evaluations(stopped.run) == evaluations(whole.run)
-    assert stopped.weights == whole.weights
-
-
-def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
-    return [(line["step"], line["eval_loss"]) for line in run.metrics() if "eval_loss" in line]
+    assert "step 4 is saved" in stopped.ends(143, Fault(EVALUATION, nth=3, action="SIGTERM"))
+    stopped.ends(-signal.SIGKILL, Fault("finetune.report.terminal:Terminal.evaluated"))
+    assert stopped.evaluations == whole.evaluations[:2]
+    stopped.ends(0)
+    stopped.assert_as(whole)
 
 
 @pytest.mark.parametrize(
@@ -452,55 +433,40 @@ def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
     ],
 )
 def test_sigterm_at_any_other_time_ends_at_once_in_143_and_the_command_can_be_given_again(job, fault: Fault) -> None:
-    stopped = job(["training.max_steps=1", "quantization.kind=none", "output.merge=true", "data.eval=none",
-                   "training.eval_every=null", "memory.check=off"])  # fmt: skip
-    ended = stopped.go(fault)
-    assert ended.code == 143, ended.output
-    assert "terminated" in ended.output
-    assert "Traceback" not in ended.output
+    stopped = job(MERGED)
+    assert "terminated" in stopped.ends(143, fault)
     if stopped.run.adapter.exists():
         assert not stopped.run.merged.exists()
-        assert stopped.go().code == 0
-        assert (stopped.run.merged / "merge.json").is_file()
+        stopped.ends(0)
+        assert stopped.run.is_merged
 
 
-def test_sigint_once_ends_after_a_save(job, whole: Job) -> None:
-    stopped = job()
-    ended = stopped.go(Fault(STEP, nth=3, action="SIGINT"))
-    assert ended.code == 130, ended.output
-    assert "interrupted" in ended.output
-    assert checkpoint.newest_valid(stopped.run) == (stopped.run.checkpoint(3), {})
-    assert stopped.go().code == 0
-    assert stopped.weights == whole.weights
-
-
+@pytest.mark.long
 def test_sigint_twice_ends_at_once_with_nothing_corrupt(job, whole: Job) -> None:
     """In step 5 the save of step 4 may be under way; the one of step 2 has ended, as saves wait for each other."""
     stopped = job()
-    ended = stopped.go(Fault(STEP, nth=5, action="SIGINT SIGINT"))
-    assert ended.code == 130, ended.output
-    assert "interrupted" in ended.output
+    assert "interrupted" in stopped.ends(130, Fault(STEP, nth=5, action="SIGINT SIGINT"))
     newest, refused = checkpoint.newest_valid(stopped.run)
     assert newest in (stopped.run.checkpoint(2), stopped.run.checkpoint(4))
     assert refused == {}
-    assert stopped.go().code == 0
-    assert stopped.weights == whole.weights
+    stopped.ends(0)
+    stopped.assert_as(whole)
 
 
 def test_a_second_sigint_does_not_wait_for_the_save_under_way(job, whole: Job) -> None:
     """The save of step 2 is stopped for good at its first file."""
     stopped = job()
-    ended = stopped.go(Fault("finetune.storage.checkpoint:_write", action="SIGINT hang SIGINT hang"))
-    assert ended.code == 130, ended.output
+    fault = Fault("finetune.storage.checkpoint:_write", action="SIGINT hang SIGINT hang")
+    assert "interrupted" in stopped.ends(130, fault)
     assert stopped.run.complete_checkpoints() == []
-    assert stopped.go().code == 0
-    assert stopped.weights == whole.weights
+    stopped.ends(0)
+    stopped.assert_as(whole)
 
 
 def test_sigusr1_saves_a_checkpoint_and_training_goes_on(job, whole: Job) -> None:
     """Nor does the frequency of evaluation change the adapter."""
     asked = job([*JOB, "training.eval_every=null"])
-    assert asked.go(Fault(STEP, nth=3, action="SIGUSR1")).code == 0
+    asked.ends(0, Fault(STEP, nth=3, action="SIGUSR1"))
     assert asked.run.saved_steps == [2, 3, 4, 6, 8, 9]
     assert asked.weights == whole.weights
 
@@ -513,19 +479,26 @@ def test_a_second_process_in_a_run_directory_is_refused_by_the_first_ones_number
     stopped = first.start(Fault(STEP, nth=2, action="SIGSTOP"))
     stopped.wait_until_stopped()
     for more in ((), ("--fresh",)):
-        ended = first.go(None, *more)
-        assert ended.code == 4
-        assert f"in use by process {stopped.pid}" in ended.output
+        assert f"in use by process {stopped.pid}" in first.ends(4, None, *more)
     stopped.send(signal.SIGKILL)
     assert stopped.wait().code == -signal.SIGKILL
     assert first.run.path.stat().st_mode & 0o077 == 0, "private to the user"
 
 
 def test_another_micro_batch_goes_on_with_the_same_rows_and_is_logged(quick) -> None:
+    """From a checkpoint of the version with transformers' schedules, too.
+
+    Its functions of the schedule had a state, which says nothing; the rates follow from the step.
+    """
     common = ["data.eval=none", "training.eval_every=null", "quantization.kind=none", "optimizer.kind=sgd",
               "adapter.targets=[q_proj]", "training.schedule=constant"]  # fmt: skip
     whole = finetune.train(quick(*common, run="whole")).run
     run = finetune.train(quick(*common, "training.max_steps=2", run="other")).run
+    file = run.checkpoint(2) / "state.json"
+    state = json.loads(file.read_text())
+    state["schedule"]["lr_lambdas"] = [{} for _ in state["schedule"]["lr_lambdas"]]
+    file.write_text(json.dumps(state))
+    sign(run.checkpoint(2))
     finetune.train(quick(*common, "training.micro_batch=1", run="other"))
     (changed,) = [event for event in run.events() if event["event"] == "changed"]
     assert changed["config"]["training.micro_batch"] == [2, 1]
@@ -534,36 +507,29 @@ def test_another_micro_batch_goes_on_with_the_same_rows_and_is_logged(quick) -> 
 
 
 def test_a_change_of_data_template_or_base_on_resume_is_refused_by_its_field(
-    children: Children, rows_file: Path, tiny_base: Path, tmp_path: Path
+    job, rows_file: Path, shallow_base: Path, tmp_path: Path
 ) -> None:
     """Rows, chat template and base weights, each changed in its file while the config stays as it is."""
-    rows, template, base = (Path(tmp_path / name) for name in ("rows.jsonl", "template.jinja", "base"))
+    rows, template, base = (tmp_path / name for name in ("rows.jsonl", "template.jinja", "base"))
     shutil.copy(rows_file, rows)
-    shutil.copy(tiny_base / "chat_template.jinja", template)
-    shutil.copytree(tiny_base, base)
-    overrides = [*JOB, f"model.name={base}", f"data.chat_template={template}"]
-    job = Job(children, rows, tmp_path / "run", overrides)
-    assert job.go(Fault(STEP, nth=4, once=str(job.run.checkpoint(2)))).code == -signal.SIGKILL
-    before = job.run.metrics_file.read_bytes()
+    shutil.copy(shallow_base / "chat_template.jinja", template)
+    shutil.copytree(shallow_base, base)
+    killed = job([*JOB, f"data.train={rows}", f"model.name={base}", f"data.chat_template={template}"])
+    killed.ends(-signal.SIGKILL, Fault(STEP, nth=4, once=str(killed.run.checkpoint(2))))
+    before = killed.run.metrics_file.read_bytes()
     weights = base / "model.safetensors"
+    another_training = {name: tensor * 1.01 for name, tensor in load_file(weights).items()}
     for file, changed, code, field in (
         (rows, rows.read_bytes().replace(b"Say 7", b"Say 8"), 3, "`data.train`"),
         (template, template.read_bytes() + b" ", 2, "`data.chat_template`"),
-        (weights, other_weights(weights, tmp_path), 2, "`model.name`"),
+        (weights, save(another_training, {"format": "pt"}), 2, "`model.name`"),
     ):
         content = file.read_bytes()
         file.write_bytes(changed)
-        ended = job.go()
-        assert (ended.code, field in ended.output) == (code, True), ended.output
+        assert field in killed.ends(code)
         file.write_bytes(content)
-    assert job.run.metrics_file.read_bytes() == before
-    assert len(job.run.saved_steps) == 1
-
-
-def other_weights(file: Path, folder: Path) -> bytes:
-    """Another training of the same base."""
-    save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, folder / "other", {"format": "pt"})
-    return (folder / "other").read_bytes()
+    assert killed.run.metrics_file.read_bytes() == before
+    assert len(killed.run.saved_steps) == 1
 
 
 def test_harmless_changes_since_a_checkpoint_are_returned(whole: Job) -> None:
@@ -623,7 +589,7 @@ def test_an_optimizers_state_comes_back_bit_for_bit(kind: str, dtype: torch.dtyp
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_a_state_of_another_job_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_another_job_is_refused() -> None:
     def stepped(rows: int) -> torch.optim.Optimizer:
         model = torch.nn.Linear(96, rows, bias=False)
         optimizer = optimizers.make("adamw_8bit", OptimizerSection(), 1e-2, model)
@@ -636,11 +602,7 @@ def test_a_state_of_another_job_is_refused(tmp_path: Path) -> None:
         state.restore_optimizer(OneProcess(None, large), *optimizer_states.read(small))
 
 
-def test_random_generators_come_back(tmp_path: Path) -> None:
-    import random
-
-    import numpy as np
-
+def test_random_generators_come_back() -> None:
     def draw() -> list[float]:
         return [random.gauss(0, 1), float(np.random.normal()), float(torch.randn(1)), random.random()]
 
@@ -649,15 +611,3 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
     expected = draw()
     RandomState.from_json(state).restore()
     assert draw() == expected
-
-
-def test_a_checkpoint_of_the_version_with_transformers_schedules_goes_on(quick) -> None:
-    """Its functions of the schedule had a state, which says nothing; the rates follow from the step."""
-    run = finetune.train(quick("training.max_steps=2")).run
-    file = run.checkpoint(2) / "state.json"
-    state = json.loads(file.read_text())
-    state["schedule"]["lr_lambdas"] = [{} for _ in state["schedule"]["lr_lambdas"]]
-    file.write_text(json.dumps(state))
-    sign(run.checkpoint(2))
-    finetune.train(quick("training.max_steps=3"))
-    assert run.steps_done == 3
