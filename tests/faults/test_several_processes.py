@@ -1,73 +1,54 @@
-"""Several processes train what one trains, and their number may change on resume."""
+"""Several processes train what one trains, whatever they share, and a resume may change their number."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import weakref
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from children import Children, Fault
-from jobs import QUICK, adapter_weights, metric, same_adapter, sampled
+from children import Fault
+from jobs import metric, sampled, save_base
+from rank_jobs import (
+    EXACT,
+    FSDP,
+    PLAIN,
+    UNEVALUATED,
+    ZERO,
+    Jobs,
+    assert_close,
+    assert_refused,
+    resumed_at,
+    same_weights,
+)
+from safetensors.torch import load_file, save_file
 from steps import before_each_step
-from together import Together, assert_all
+from together import assert_all
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
 from finetune.runtime import ranks
-from finetune.storage.rundir import RunDirectory
+from finetune.training.loop import Loop
 from finetune.training.step import Step
 
 STEP = "finetune.training.step:Step.clip"
-# 19 rows: three steps of six and one of one row an epoch.
-ROWS = [*QUICK, "data.eval_share=0.2", "training.batch_size=6", "training.micro_batch=1", "training.max_steps=6"]
-# Plain descent, so that a gradient that is off shows as such.
-EXACT = ["quantization.kind=none", "optimizer.kind=sgd", "training.learning_rate=0.1", "training.warmup=0",
-         "training.eval_every=2", "output.save_every=2"]  # fmt: skip
-RANDOM = ["adapter.dropout=0.1", "optimizer.kind=adamw_8bit", "data.packing=true", "output.save_every=2",
-          "training.eval_every=null", "data.eval=none"]  # fmt: skip
-
-Make = Callable[..., Together]
+JOB = [*EXACT, "training.batch_size=6", "training.micro_batch=1", "training.max_steps=5", "training.eval_every=2",
+       "output.save_every=2"]  # fmt: skip
+COPIES = [*JOB, PLAIN]
 
 
-@pytest.fixture(scope="module")
-def rows(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    file.write_text("".join(rows_file.read_text().splitlines(keepends=True)[:21]))
-    return file
-
-
-@pytest.fixture
-def job(children: Children, rows: Path, tmp_path: Path) -> Make:
-    def make(*overrides: str, run: str = "run") -> Together:
-        return Together(children, [*ROWS, f"data.train={rows}", *overrides], RunDirectory(tmp_path / run))
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def alone(children: Children, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """The exact job as one process trains it. Do not write to it."""
-    run = RunDirectory(tmp_path_factory.mktemp("alone") / "run")
-    assert_all(Together(children, [*ROWS, f"data.train={rows}", *EXACT], run).go(1), 0)
-    return run
-
-
-def assert_close(found: RunDirectory, expected: RunDirectory) -> None:
-    torch.testing.assert_close(adapter_weights(found), adapter_weights(expected), rtol=0, atol=1e-6)
-
-
-def test_several_processes_train_what_one_trains(job: Make, alone: RunDirectory) -> None:
+def test_several_processes_train_what_one_trains(odd_jobs: Jobs) -> None:
     """Also in an epoch's last step, which has one row for all of them, and with two held-out rows."""
-    together = job(*EXACT, "memory.check=warn")
+    alone, together = odd_jobs.alone(*COPIES), odd_jobs(*COPIES, "memory.check=warn", "kernels.fused=auto")
     ended = together.go(3)
     assert_all(ended, 0)
     assert_close(together.run, alone)
     assert metric(together.run, "tokens") == metric(alone, "tokens")
-    for name in ("loss", "grad_norm", "eval_loss"):
-        assert metric(together.run, name) == pytest.approx(metric(alone, name), rel=1e-5)
     # The first process alone writes the run and prints.
     first, *others = ended
     assert "6 rows over 3 processes; each 2 rows = 2 micro-batches of 1" in first.output
@@ -80,77 +61,184 @@ def test_several_processes_train_what_one_trains(job: Make, alone: RunDirectory)
     assert metric(own, "step", "loss") == metric(together.run, "step", "loss")
 
 
-def test_killed_processes_resume_to_the_same_bits(job: Make) -> None:
-    """With the random numbers of each, 8-bit states and packed rows."""
-    whole, killed = job(*RANDOM, run="whole"), job(*RANDOM, run="killed")
-    assert_all(whole.go(2), 0)
-    killed.kill(2, step=4, saved=2)
-    assert not killed.run.adapter.exists()
-    assert_all(killed.go(2), 0)
-    assert [event["step"] for event in killed.run.events() if event["event"] == "resumed"] == [2]
-    assert same_adapter(killed.run, whole.run)
+# -- what ranks share ------------------------------------------------------------------------------------------------
 
 
-def test_another_number_of_processes_goes_on_with_the_same_rows_and_is_logged(job: Make, alone: RunDirectory) -> None:
+@pytest.fixture(scope="module")
+def untied(shallow_base: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The base with a head of its own."""
+    folder = tmp_path_factory.mktemp("untied") / "model"
+    shutil.copytree(shallow_base, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    return f"model.name={folder}"
+
+
+@pytest.fixture(scope="module")
+def experts(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A mixture of experts of two layers, whose router sends tokens to all of them."""
+    folder = tmp_path_factory.mktemp("mixture") / "model"
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=2048, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, max_position_embeddings=256,
+    )  # fmt: skip
+    return f"model.name={save_base(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder, tiny_base)}"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How `ranks` train a job, on the base of a fixture."""
+
+    way: list[str]
+    job: list[str] = field(default_factory=list)
+    ranks: int = 2
+    base: str = ""
+
+
+FULL = [PLAIN, "adapter.kind=none"]
+NOISE = "training.neftune_noise_alpha=5"
+GENTLE = "training.learning_rate=0.03"
+PADDED = "training.micro_batch=3"  # rows of uneven and odd lengths
+SLICES = "distributed.context=2"
+WAYS = {
+    "shards, nf4": Way([FSDP], [NOISE]),
+    "shards, a head of its own, some results kept": Way(
+        [FSDP, "distributed.stage=gradients", "memory.checkpointing=keep-products"], [PLAIN], base="untied"
+    ),
+    "shards, full": Way([FSDP, "distributed.offload=cpu"], [*FULL, NOISE], base="untied"),
+    "copies of experts": Way([], [PLAIN], base="experts"),
+    "shards of experts, which the layer that holds them gathers": Way([FSDP], [PLAIN], base="experts"),
+    "slices of rows, nf4, fused": Way([SLICES, "kernels.fused=auto"], [PADDED]),
+    "slices of packed rows": Way([SLICES, "data.packing=true"], [PADDED]),
+    "slices of rows, more ranks than keys": Way(
+        ["distributed.context=3", "memory.checkpointing=all"], [PLAIN, PADDED], ranks=3
+    ),
+    "two groups with slices of packed rows and shards": Way(
+        [SLICES, FSDP, "data.packing=true", "model.attention=eager"], [PLAIN, PADDED], ranks=4
+    ),
+    "ZeRO, nf4": Way([ZERO, "distributed.offload=cpu", "distributed.stage=weights"], [GENTLE]),
+    "ZeRO, some results kept": Way(
+        [ZERO, "distributed.stage=gradients", "memory.checkpointing=keep-products"], [GENTLE, PLAIN]
+    ),
+    "ZeRO, full": Way([ZERO, "distributed.stage=optimizer"], [GENTLE, *FULL]),
+    "ZeRO of one process, with slices on the host": Way([ZERO, "distributed.offload=cpu"], [GENTLE], ranks=1),
+}
+OFTEN = (
+    "shards, nf4", "shards of experts, which the layer that holds them gathers", "slices of rows, nf4, fused",
+    "ZeRO, nf4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sampled(WAYS, *OFTEN))
+def test_ranks_train_what_one_process_trains(name: str, odd_jobs: Jobs, request: pytest.FixtureRequest) -> None:
+    """Every weight, or an adapter; sharded full training is in test_sharded_ranks.py as well."""
+    way = WAYS[name]
+    if ZERO in way.way:
+        pytest.importorskip("deepspeed")
+    job = [*JOB, *way.job, *([request.getfixturevalue(way.base)] if way.base else [])]
+    together = odd_jobs(*job, *way.way)
+    assert_all(together.go(way.ranks), 0)
+    alone = odd_jobs.alone(*job)
+    assert_close(together.run, alone)
+    if PADDED in job and "data.packing=true" not in way.way:  # packing has no padding but that of slices
+        assert metric(together.run, "tokens") == metric(alone, "tokens")
+    if way.base == "experts":
+        assert any(".experts." in name for name in load_file(alone.adapter / "adapter_model.safetensors"))
+
+
+# -- their number ----------------------------------------------------------------------------------------------------
+
+
+def test_another_number_of_processes_goes_on_with_the_same_rows_and_is_logged(odd_jobs: Jobs) -> None:
     """Fewer, and then more."""
-    changed = job(*EXACT)
-    changed.kill(2, step=4, saved=2)
+    changed = odd_jobs(*COPIES)
+    changed.kill(2, step=3, saved=2)
     changed.kill(1, step=3, saved=4)
     assert_all(changed.go(3), 0)
     events = [event for event in changed.run.events() if event["event"] == "changed"]
     assert [event["processes"] for event in events] == [[2, 1], [1, 3]]
-    assert_close(changed.run, alone)
-    assert metric(changed.run, "loss") == pytest.approx(metric(alone, "loss"), rel=1e-5)
+    assert_close(changed.run, odd_jobs.alone(*COPIES))
+
+
+def test_one_process_goes_on_with_the_rows_that_ranks_have_split(odd_jobs: Jobs) -> None:
+    killed = odd_jobs(*JOB, PADDED, SLICES)
+    killed.kill(2, step=3, saved=2)
+    killed.arguments.append("distributed.context=1")
+    assert_all(killed.go(1), 0)
+    assert resumed_at(killed.run) == [2]
+    assert_close(killed.run, odd_jobs.alone(*JOB, PADDED))
+
+
+def test_ranks_that_make_no_groups_are_refused(odd_jobs: Jobs) -> None:
+    assert_refused(odd_jobs(*JOB, SLICES).go(3), 2, "3 processes cannot form groups of 2")
+
+
+# -- signals and locks -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("signalled", "step"), sampled([(0, 3), (1, 4)], (1, 4)))
-def test_a_signal_to_one_process_saves_and_ends_all(job: Make, alone: RunDirectory, signalled: int, step: int) -> None:
+def test_a_signal_to_one_process_saves_and_ends_all(odd_jobs: Jobs, signalled: int, step: int) -> None:
     """Before the evaluation that step 4 owes, which a resume makes up for."""
-    stopped = job(*EXACT)
+    stopped = odd_jobs(*COPIES)
     assert_all(stopped.go(2, {signalled: Fault(STEP, nth=step, action="SIGTERM")}), 143)
     assert stopped.run.saved_steps == [2, step]
     assert len(metric(stopped.run, "eval_loss")) == 2
     assert not stopped.run.adapter.exists()
     assert_all(stopped.go(2), 0)
-    assert_close(stopped.run, alone)
-    assert metric(stopped.run, "eval_loss") == pytest.approx(metric(alone, "eval_loss"), rel=1e-5)
+    assert_close(stopped.run, odd_jobs.alone(*COPIES))
 
 
 @pytest.mark.long
-def test_a_signal_in_the_evaluation_that_ends_two_ranks_early_adds_no_step(job: Make) -> None:
-    early = ["training.max_steps=30", "training.micro_batch=3", "training.eval_every=1", "training.early_stopping=1",
-             "training.learning_rate=0.5", "training.schedule=constant", "output.best=false"]  # fmt: skip
-    whole = job(*early, run="whole")
+def test_a_signal_in_the_evaluation_that_ends_two_ranks_early_adds_no_step(odd_jobs: Jobs) -> None:
+    early = ["training.batch_size=6", "training.max_steps=30", "training.micro_batch=3", "training.eval_every=1",
+             "training.early_stopping=1", "training.learning_rate=0.5", "training.schedule=constant",
+             "output.best=false"]  # fmt: skip
+    whole, stopped = odd_jobs(*early), odd_jobs(*early)
     assert_all(whole.go(2), 0)
     evaluated = metric(whole.run, "eval_loss")
     assert len(evaluated) < 30, "the job was meant to stop early"
-    stopped = job(*early)
     last = Fault("finetune.training.eval_loss:EvalLoss.loss", nth=len(evaluated), action="SIGTERM")
     assert_all(stopped.go(2, {1: last}), 143)
     assert stopped.run.saved_steps[-1] == whole.run.steps_done
     assert_all(stopped.go(2), 0)
     assert metric(stopped.run, "eval_loss") == evaluated
-    assert same_adapter(stopped.run, whole.run)
+    assert same_weights(stopped.run, whole.run)
 
 
-def test_what_shares_the_model_is_gone_before_the_ranks_part(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Freed afterwards, it ends the process group with Python's lock held, and a rank now and then never ended."""
-    steps: list[weakref.ref[Step]] = []
-    left: list[Step | None] = []
-    before_each_step(monkeypatch, lambda loop: steps.append(weakref.ref(loop.step)))
-    monkeypatch.setattr(ranks, "leave", lambda: left.append(steps[0]()))
-    finetune.train(quick("training.max_steps=1", "data.eval=none", "training.eval_every=null"))
-    assert left == [None]
-
-
-def test_processes_are_refused_where_another_one_trains(job: Make) -> None:
+def test_processes_are_refused_where_another_one_trains(odd_jobs: Jobs) -> None:
     """By the first of them, which tells the others."""
-    held = job(*EXACT)
-    [other] = held.start(1, {0: Fault(STEP, nth=2, action="SIGSTOP")})
+    held = odd_jobs(*COPIES, *UNEVALUATED)
+    [other] = held.start(1, {0: Fault(STEP, action="SIGSTOP")})
     other.wait_until_stopped()
-    first, second = held.go(2)
-    assert (first.code, second.code) == (4, 4), first.output + second.output
-    assert f"in use by process {other.pid}" in " ".join(first.output.split())
-    assert second.output == ""
+    assert_refused(held.go(2), 4, f"in use by process {other.pid}")
     other.send(signal.SIGKILL)
     other.wait()
+
+
+def test_a_run_starts_no_process_that_could_be_lost_and_frees_the_model_before_the_ranks_part(
+    quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are collated in the process that trains.
+
+    A model that is freed afterwards ends the process group with Python's lock held, and a rank now and then never
+    ended.
+    """
+    before = {*psutil.Process().children()}  # of earlier tests: some may be at their end
+    new: list[set[psutil.Process]] = []
+    steps: list[weakref.ref[Step]] = []
+    left: list[Step | None] = []
+
+    def look(loop: Loop) -> None:
+        new.append({*psutil.Process().children()} - before)
+        steps.append(weakref.ref(loop.step))
+
+    before_each_step(monkeypatch, look)
+    monkeypatch.setattr(ranks, "leave", lambda: left.append(steps[0]()))
+    assert finetune.train(quick("training.max_steps=1")).run.finished
+    assert new == [set()]
+    assert left == [None]

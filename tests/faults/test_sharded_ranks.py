@@ -1,132 +1,122 @@
-"""Ranks with shards of the model train what one process trains, and any number of them resumes."""
+"""Ranks that are killed resume to the same bits, whatever they share, and any number of them goes on."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import gguf_in_llama_cpp as bench
 import pytest
-import torch
-from children import Children
-from jobs import QUICK, metric, sampled, save_base
-from safetensors.torch import load_file, save_file
-from together import Together, assert_all
-from transformers import AutoConfig, AutoModelForCausalLM
+from jobs import sampled
+from rank_jobs import (
+    EXACT,
+    FSDP,
+    PLAIN,
+    UNEVALUATED,
+    ZERO,
+    Jobs,
+    assert_close,
+    assert_refused,
+    resumed_at,
+    same_weights,
+)
+from together import assert_all
+from transformers import AutoTokenizer
 
-from finetune.storage.rundir import RunDirectory
+from tests.published_bases import published
 
-STEP = "finetune.training.step:Step.clip"
-FSDP = "distributed.kind=fsdp"
-# 19 rows: three steps of six and one of one row an epoch.
-ROWS = [*QUICK, "data.eval_share=0.2", "training.batch_size=6", "training.micro_batch=1", "training.max_steps=5",
-        "training.precision=fp32", "training.eval_every=2", "output.save_every=2"]  # fmt: skip
-EXACT = ["optimizer.kind=sgd", "training.learning_rate=0.1", "training.warmup=0"]
-"""Plain descent, so that a gradient that is off shows as such."""
-KINDS = {
-    "nf4": ["adapter.dropout=0", "training.neftune_noise_alpha=5"],
-    "16 bit": ["quantization.kind=none", "distributed.stage=gradients", "memory.checkpointing=keep-products"],
-    "full": ["quantization.kind=none", "adapter.kind=none", "distributed.offload=cpu",
-             "training.neftune_noise_alpha=5"],
+JOB = ["training.batch_size=4", "training.micro_batch=1", "training.max_steps=4", "output.save_every=2"]
+FULL = [PLAIN, "adapter.kind=none"]
+
+
+def gguf(base: Path, folder: Path) -> Path:
+    file = folder / "base.gguf"
+    bench.export(base, AutoTokenizer.from_pretrained(base), file, "q4_k_m")
+    return file
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A job, how ranks train it, and what their resumed run is compared with; `base` makes one in a folder."""
+
+    job: list[str]
+    way: list[str] = field(default_factory=list)
+    base: Callable[[Path, Path], Path] | None = None
+    whole: bool = False
+    alone: bool = True
+    fewer: bool = False
+
+
+SERVED = [*EXACT, *UNEVALUATED, "output.serve=q4_k_m"]
+KILLED = {
+    "copies: random numbers of each, 8-bit states, packed rows": Killed(
+        ["adapter.dropout=0.1", "optimizer.kind=adamw_8bit", "data.packing=true", *UNEVALUATED], whole=True, alone=False
+    ),
+    "shards: every weight, 8-bit states, offloaded": Killed(
+        [*FULL, "optimizer.kind=adamw_8bit", "training.precision=fp32", "training.neftune_noise_alpha=5"],
+        [FSDP, "distributed.offload=cpu"], whole=True, fewer=True,
+    ),
+    "ZeRO: every weight": Killed(
+        [*FULL, "optimizer.kind=adamw_torch_fused", "optimizer.weight_decay=0.1", "training.learning_rate=0.001",
+         "training.precision=fp32"], [ZERO], fewer=True,
+    ),
+    "served as GGUF": Killed(SERVED, base=gguf),
+    "served adapter": Killed(SERVED),
+    "mxfp4": Killed([*EXACT, *UNEVALUATED], base=lambda base, folder: published("mxfp4", base, folder / "base")),
+    "fp8": Killed([*EXACT, *UNEVALUATED], base=lambda base, folder: published("fp8", base, folder / "base")),
 }  # fmt: skip
-UNTIED = ("16 bit", "full")
-
-Make = Callable[..., Together]
-
-
-@pytest.fixture(scope="module")
-def untied(shallow_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The base with a head of its own."""
-    folder = tmp_path_factory.mktemp("untied") / "model"
-    shutil.copytree(shallow_base, folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    return folder
+OFTEN = (
+    "copies: random numbers of each, 8-bit states, packed rows", "shards: every weight, 8-bit states, offloaded",
+    "served as GGUF",
+)  # fmt: skip
 
 
-@pytest.fixture
-def job(children: Children, rows_file: Path, tmp_path: Path) -> Make:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(rows_file.read_text().splitlines(keepends=True)[:21]))
+@pytest.mark.parametrize("name", sampled(KILLED, *OFTEN))
+def test_killed_ranks_resume(name: str, odd_jobs: Jobs, shallow_base: Path, tmp_path: Path) -> None:
+    """To the bits of ranks that were not killed, and to what one process trains, which goes on in their place, too.
 
-    def make(*overrides: str, run: str = "run") -> Together:
-        return Together(children, [*ROWS, f"data.train={rows}", *overrides], RunDirectory(tmp_path / run))
-
-    return make
-
-
-def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
-    folder, name = (run.adapter, "adapter_model") if run.adapter.exists() else (run.merged, "model")
-    return load_file(folder / f"{name}.safetensors")
-
-
-def assert_close(found: RunDirectory, expected: RunDirectory, *, rounded: bool = False) -> None:
-    """`rounded`: now and then 8-bit states round another way, by a hundredth of an update."""
-    one, other = weights(found), weights(expected)
-    assert one.keys() == other.keys()
-    for name, tensor in other.items():
-        torch.testing.assert_close(one[name], tensor, rtol=0, atol=1e-3 if rounded else 1e-5)
-        assert (one[name] - tensor).abs().mean() < 1e-6
-    for name in ("loss", "grad_norm", "eval_loss"):
-        assert metric(found, name) == pytest.approx(metric(expected, name), rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["nf4", pytest.param("16 bit", marks=pytest.mark.long), "full"])
-def test_sharded_ranks_train_what_one_process_trains(job: Make, kind: str, untied: Path) -> None:
-    """Also at other stages, offloaded to the host, with layers that keep some results, and with a head of its own."""
-    unsharded = [key for key in KINDS[kind] if not key.startswith("distributed")]
-    head = [f"model.name={untied}"] if kind in UNTIED else []
-    alone = job(*EXACT, *unsharded, *head, run="alone")
-    sharded = job(*EXACT, *KINDS[kind], *head, FSDP, run="sharded")
-    assert_all(alone.go(1), 0)
-    assert_all(sharded.go(2), 0)
-    assert_close(sharded.run, alone.run)
-
-
-@pytest.fixture(scope="module")
-def mixture(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts of two layers, whose router sends tokens to all of them."""
-    folder = tmp_path_factory.mktemp("mixture") / "model"
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=2048, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, max_position_embeddings=256,
-    )  # fmt: skip
-    return save_base(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder, tiny_base)
-
-
-@pytest.mark.parametrize("way", sampled([[], [FSDP]], [FSDP]), ids=["copies", "shards"])
-def test_ranks_train_adapters_on_experts_as_one_process_does(job: Make, mixture: Path, way: list[str]) -> None:
-    """Also with shards of the experts, which the layer that holds them gathers."""
-    shared = [*EXACT, f"model.name={mixture}", "quantization.kind=none", "adapter.dropout=0"]
-    alone, together = job(*shared, run="alone"), job(*shared, *way, run="together")
-    assert_all(alone.go(1), 0)
-    assert any(".experts." in name for name in weights(alone.run))
-    assert_all(together.go(2), 0)
-    assert_close(together.run, alone.run)
-
-
-def test_killed_ranks_resume_to_the_same_bits_and_one_process_goes_on(job: Make) -> None:
-    """With every weight trained, and 8-bit states, which one process updates alike, and in the same files."""
-    full = [FSDP, "optimizer.kind=adamw_8bit", "quantization.kind=none", "adapter.kind=none"]
-    whole, killed = job(*full, run="whole"), job(*full, run="killed")
-    assert_all(whole.go(2), 0)
-    killed.kill(2, step=4, saved=2)
-    shutil.copytree(killed.run.path, killed.run.path.with_name("fewer"))
+    The same 8-bit states and files are one process's; both ranks make the folder of a GGUF file at once.
+    """
+    case, states = KILLED[name], "optimizer.kind=adamw_8bit"
+    if ZERO in case.way:
+        pytest.importorskip("deepspeed")
+    base = [f"model.name={case.base(shallow_base, tmp_path)}"] if case.base else []
+    job = [*JOB, *case.job, *base]
+    killed = odd_jobs(*job, *case.way)
+    killed.kill(2, step=3, saved=2)
+    assert not killed.run.adapter.exists()
+    if case.fewer:
+        fewer = odd_jobs(*job, *case.way[:-1])
+        shutil.copytree(killed.run.path, fewer.run.path)
     assert_all(killed.go(2), 0)
-    assert all(torch.equal(weights(killed.run)[name], tensor) for name, tensor in weights(whole.run).items())
-    fewer = job(*full, run="fewer")
-    assert_all(fewer.go(1), 0)
-    assert [event["step"] for event in fewer.run.events() if event["event"] == "resumed"] == [2]
-    assert_close(fewer.run, whole.run, rounded=True)
+    assert resumed_at(killed.run) == [2]
+    if case.whole:
+        whole = odd_jobs(*job, *case.way)
+        assert_all(whole.go(2), 0)
+        assert same_weights(killed.run, whole.run)
+    if case.alone:
+        assert_close(killed.run, odd_jobs.alone(*job), rounded=states in job)
+    if case.fewer:
+        assert_all(fewer.go(1), 0)
+        assert resumed_at(fewer.run) == [2]
+        assert_close(fewer.run, killed.run, rounded=states in job)
+    if "output.serve=q4_k_m" in job:
+        assert len([event for event in killed.run.events() if event["event"] == "base_packed"]) == 1
+    if name in ("mxfp4", "fp8"):
+        assert killed.run.config().quantization.kind == name
 
 
-def test_ranks_that_would_cut_blocks_of_8_bit_states_are_refused(job: Make) -> None:
-    ended = job(FSDP, "optimizer.kind=adamw_8bit", "training.batch_size=3").go(3)
-    assert_all(ended, 2)
-    assert "within blocks of 256 numbers" in ended[0].output
+def test_two_ranks_train_with_the_kind_that_the_first_decides(jobs: Jobs) -> None:
+    job = jobs(*JOB, *UNEVALUATED, "training.max_steps=1", "quantization.kind=auto")
+    first, second = job.go(2)
+    assert_all([first, second], 0)
+    assert "quantization.kind: none (the smallest step takes" in first.in_one_line
+    assert second.output == ""
+    assert job.run.config().quantization.kind == "none"
+
+
+def test_ranks_that_would_cut_blocks_of_8_bit_states_are_refused(jobs: Jobs) -> None:
+    ended = jobs(FSDP, "optimizer.kind=adamw_8bit", "training.batch_size=3", "training.micro_batch=1").go(3)
+    assert_refused(ended, 2, "within blocks of 256 numbers")
