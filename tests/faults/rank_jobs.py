@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from children import Children, Ended
+from children import Children
 from jobs import QUICK, metric
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from together import Together, assert_all
 
 from finetune.storage.rundir import RunDirectory
@@ -44,13 +46,15 @@ class Jobs:
         return self._alone[overrides]
 
 
-def assert_refused(ended: list[Ended], code: int, *said: str) -> None:
-    """All end with this code, and the first alone says why."""
-    assert_all(ended, code)
-    first, *others = ended
-    assert first.output.count("error:") == 1
-    assert all(text in first.in_one_line for text in said), first.output
-    assert not any(each.output for each in others)
+def untied_base(base: Path, folder: Path) -> Path:
+    """The base with a head of its own."""
+    made = shutil.copytree(base, folder / "untied")
+    tensors = load_file(made / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, made / "model.safetensors", {"format": "pt"})
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    return made
 
 
 def weights(run: RunDirectory) -> dict[str, torch.Tensor]:

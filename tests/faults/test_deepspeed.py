@@ -16,10 +16,10 @@ import pytest
 import torch
 from jobs import sampled
 from messages import refusal
-from rank_jobs import EXACT, PLAIN, UNEVALUATED, ZERO, Jobs, assert_close, assert_refused, weights
+from rank_jobs import EXACT, PLAIN, UNEVALUATED, ZERO, Jobs, assert_close, weights
 from safetensors.torch import load_file
 from steps import spoil_gradient, spoil_losses
-from together import assert_all
+from together import assert_all, assert_refused
 from torch.utils import cpp_extension
 from transformers import AutoConfig
 

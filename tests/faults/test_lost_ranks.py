@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -16,91 +15,84 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from children import IMPATIENT, Children, Fault
-from jobs import QUICK, sampled
+from children import IMPATIENT, Fault
+from jobs import sampled
 from messages import refusal
+from rank_jobs import PLAIN, UNEVALUATED, Jobs, resumed_at
 from safetensors.torch import load_file, save_file
-from together import Together
+from together import assert_all, assert_refused
 
 from finetune.errors import DataError, MachineError
 from finetune.lifecycle import provenance
 from finetune.runtime import rank_watch
 from finetune.runtime import ranks as processes
-from finetune.storage.rundir import RunDirectory
 
 STEP = "finetune.training.step:Step.clip"
-JOB = [*QUICK, "data.eval=none", "training.eval_every=null", "training.batch_size=6", "training.micro_batch=1",
-       "output.save_every=2", "quantization.kind=none"]  # fmt: skip
-
-Make = Callable[..., Together]
-
-
-@pytest.fixture
-def job(children: Children, rows_file: Path, tmp_path: Path) -> Make:
-    def make(*overrides: str) -> Together:
-        return Together(children, [*JOB, f"data.train={rows_file}", *overrides], RunDirectory(tmp_path / "run"))
-
-    return make
+JOB = [PLAIN, *UNEVALUATED, "training.batch_size=6", "training.micro_batch=1", "output.save_every=2"]
 
 
 # -- other jobs ------------------------------------------------------------------------------------------------------
 
 
-def another_config(folder: Path, rows: Path, base: Path) -> list[str]:
-    return ["training.learning_rate=0.01", "output.save_every=3"]
-
-
-def another_last_row(folder: Path, rows: Path, base: Path) -> list[str]:
-    *before, last = rows.read_text().splitlines(keepends=True)
+@pytest.fixture
+def others(rows_file: Path, shallow_base: Path, tmp_path: Path) -> dict[str, list[str]]:
+    """Overrides of the rank with another job, or with another place of the same."""
+    *before, last = rows_file.read_text().splitlines(keepends=True)
     turns = json.loads(last)["messages"]
     turns[-1]["content"] += " other"
-    (folder / "rows.jsonl").write_text("".join(before) + json.dumps({"messages": turns}) + "\n")
-    return [f"data.train={folder / 'rows.jsonl'}"]
-
-
-def another_template(folder: Path, rows: Path, base: Path) -> list[str]:
-    return ["data.chat_template=llama3"]
-
-
-def another_base(folder: Path, rows: Path, base: Path) -> list[str]:
-    shutil.copytree(base, folder / "base")
-    file = folder / "base" / "model.safetensors"
-    tensors = load_file(file)
-    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, file, {"format": "pt"})
-    return [f"model.name={folder / 'base'}", f"model.tokenizer={base}"]
+    (tmp_path / "rows.jsonl").write_text("".join(before) + json.dumps({"messages": turns}) + "\n")
+    shutil.copy(rows_file, tmp_path / "copy.jsonl")
+    for name in ("same", "base"):
+        shutil.copytree(shallow_base, tmp_path / name)
+    file = tmp_path / "base" / "model.safetensors"
+    save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return {
+        "config": ["training.learning_rate=0.01", "output.save_every=3"],
+        "template": ["data.chat_template=llama3"],
+        "last row": [f"data.train={tmp_path / 'rows.jsonl'}"],
+        "base": [f"model.name={tmp_path / 'base'}", f"model.tokenizer={shallow_base}"],
+        "copies": [f"data.train={tmp_path / 'copy.jsonl'}", f"model.name={tmp_path / 'same'}"],
+        "no file": ["data.train=nowhere.jsonl"],
+        "no key": ["training.no_such_key=1"],
+        "odd batch": ["training.batch_size=5"],
+    }
 
 
 @pytest.mark.parametrize(
-    ("make_other", "code", "named"),
+    ("other", "code", "said"),
     [
-        (another_config, 2, ["`training.learning_rate` is 0.01 (rank 0: 0.003)", "`output.save_every` is 3"]),
-        (another_template, 2, ["`data.chat_template`"]),
-        (another_last_row, 3, ["`data.train`"]),
-        (another_base, 7, ["`model.name`"]),
+        ("config", 2, ["rank 1", "`training.learning_rate` is 0.01 (rank 0: 0.003)", "`output.save_every` is 3"]),
+        ("template", 2, ["rank 1", "`data.chat_template`"]),
+        ("last row", 3, ["rank 1", "`data.train`"]),
+        ("base", 7, ["rank 1", "`model.name`"]),
+        # Before the ranks are connected:
+        ("no file", 3, ["rank 1: nowhere.jsonl: no such file"]),
+        ("no key", 2, ["rank 1: override `training.no_such_key=1`: unknown key"]),
+        ("odd batch", 2, ["rank 1: `training.batch_size` 5 cannot be split among 2 processes"]),
     ],
 )
 def test_a_rank_with_another_job_ends_all_with_one_message_that_names_it(
-    job: Make, rows_file: Path, shallow_base: Path, tmp_path: Path, make_other: Callable, code: int, named: list[str]
+    jobs: Jobs, others: dict[str, list[str]], other: str, code: int, said: list[str]
 ) -> None:
-    together = job("training.learning_rate=0.003")
-    first, second = together.go(2, own={1: make_other(tmp_path, rows_file, shallow_base)})
-    assert (first.code, second.code) == (code, code), first.output + second.output
-    assert "rank 1" in first.in_one_line
-    assert all(text in first.in_one_line for text in named), first.output
-    assert second.output == "", "the first one has said it"
+    together = jobs(*JOB, "training.learning_rate=0.003")
+    assert_refused(together.go(2, own={1: others[other]}), code, *said)
     assert not together.run.saved_steps
     assert not together.run.metrics()
 
 
-def test_copies_of_the_same_files_are_the_same_job(
-    job: Make, rows_file: Path, shallow_base: Path, tmp_path: Path
+def test_a_batch_that_the_ranks_cannot_share_is_refused_once(jobs: Jobs) -> None:
+    ended = jobs(*JOB, "training.batch_size=5").go(2)
+    assert_refused(ended, 2, "error: `training.batch_size` 5 cannot be split among 2 processes")
+
+
+def test_copies_of_the_same_files_are_the_same_job_and_a_ranks_last_words_name_a_directory_that_is_there(
+    jobs: Jobs, others: dict[str, list[str]], shallow_base: Path
 ) -> None:
-    shutil.copytree(shallow_base, tmp_path / "base")
-    shutil.copy(rows_file, tmp_path / "copy.jsonl")
-    together = job("training.max_steps=1")
-    own = [f"data.train={tmp_path / 'copy.jsonl'}", f"model.name={tmp_path / 'base'}"]
-    ended = together.go(2, own={1: own})
-    assert [each.code for each in ended] == [0, 0], ended[0].output + ended[1].output
+    together = jobs(*JOB)
+    ended = together.go(2, dict.fromkeys((0, 1), Fault(STEP, nth=3, action="SIGTERM")), own={1: others["copies"]})
+    assert_all(ended, 143)
+    for each in ended:
+        assert f"step 3 is saved in {together.run.checkpoints}." in each.in_one_line
     assert together.run.config().model.name == str(shallow_base)
 
 
@@ -108,32 +100,6 @@ def test_another_version_of_a_library_is_named_with_both_versions() -> None:
     ranks = [{"packages": {"torch": version}} for version in ("2.13.0", "2.13.0", "2.12.1")]
     with refusal(MachineError, "2.12.1", "2.13.0"):
         provenance._refuse_other_ranks(ranks)
-
-
-@pytest.mark.parametrize(
-    ("own", "code", "message"),
-    [
-        (["data.train=nowhere.jsonl"], 3, "rank 1: nowhere.jsonl: no such file"),
-        (["training.no_such_key=1"], 2, "rank 1: override `training.no_such_key=1`: unknown key"),
-        (["training.batch_size=5"], 2, "rank 1: `training.batch_size` 5 cannot be split among 2 processes"),
-    ],
-)
-def test_what_one_rank_cannot_start_with_ends_all_with_one_message(
-    job: Make, own: list[str], code: int, message: str
-) -> None:
-    """Before the ranks are connected, too."""
-    first, second = job().go(2, own={1: own})
-    assert (first.code, second.code) == (code, code), first.output + second.output
-    assert message in first.in_one_line
-    assert first.output.count("error:") == 1
-    assert second.output == "", "the first one has said it"
-
-
-def test_a_batch_that_the_ranks_cannot_share_is_refused_once(job: Make) -> None:
-    first, second = job("training.batch_size=5").go(2)
-    assert (first.code, second.code) == (2, 2), first.output + second.output
-    assert first.in_one_line.startswith("error: `training.batch_size` 5 cannot be split among 2 processes")
-    assert second.output == ""
 
 
 def test_a_rank_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,46 +139,34 @@ def test_ranks_that_start_again_ignore_what_earlier_attempts_left_in_the_store(m
 
 
 @pytest.mark.parametrize(("ranks", "killed"), sampled([(2, 0), (3, 1)], (3, 1)))
-def test_a_killed_rank_ends_the_others_naming_it_and_a_resume_goes_on(job: Make, ranks: int, killed: int) -> None:
-    together = job()
+def test_a_killed_rank_ends_the_others_naming_it_and_a_resume_goes_on(jobs: Jobs, ranks: int, killed: int) -> None:
+    together = jobs(*JOB)
     ended = together.go(ranks, {killed: Fault(STEP, nth=3, once=str(together.run.checkpoint(2)))})
     assert ended.pop(killed).code == -signal.SIGKILL
+    assert_all(ended, 4)
     for each in ended:
-        assert each.code == 4, each.output
         assert f"rank {killed} was killed" in each.in_one_line
         assert "Traceback" not in each.output
-    assert [each.code for each in together.go(ranks)] == [0] * ranks
-    assert [event["step"] for event in together.run.events() if event["event"] == "resumed"] == [2]
+    assert_all(together.go(ranks), 0)
+    assert resumed_at(together.run) == [2]
 
 
 @pytest.mark.parametrize("stopped", sampled([0, 1], 0))
-def test_a_stopped_rank_ends_the_others_naming_it_and_itself_once_it_is_continued(job: Make, stopped: int) -> None:
-    children = job().start(3, {stopped: Fault(STEP, nth=3, action="SIGSTOP")}, environment={IMPATIENT: "1"})
+def test_a_rank_that_is_stopped_or_hangs_while_it_beats_ends_all_naming_it(jobs: Jobs, stopped: int) -> None:
+    """A stopped one says so too, once it is continued; the watch of one that hangs goes on in a thread of its own."""
+    hangs = {1: Fault("finetune.training.step:Step.micro_step", nth=6, action="hang")}
+    stops = {stopped: Fault(STEP, nth=2, action="SIGSTOP")}
+    hanging, children = (jobs(*JOB).start(3, faults, environment={IMPATIENT: "1"}) for faults in (hangs, stops))
     held = children.pop(stopped)
     held.wait_until_stopped()
     ended = [child.wait() for child in children]
     held.send(signal.SIGCONT)
-    for each in (*ended, held.wait()):
-        assert each.code == 4, each.output
-        assert f"rank {stopped} has been silent for" in each.in_one_line
-
-
-def test_a_rank_that_hangs_while_it_beats_ends_all_naming_it(job: Make) -> None:
-    """Its watch goes on in a thread of its own; the others wait for its gradients."""
-    hangs = Fault("finetune.training.step:Step.micro_step", nth=6, action="hang")
-    children = job().start(3, {1: hangs}, environment={IMPATIENT: "1"})
-    for child in children:
-        ended = child.wait()
-        assert ended.code == 4, ended.output
-        assert "rank 1 hangs: the others have waited for it" in ended.in_one_line
-
-
-def test_the_last_words_of_a_rank_name_a_directory_that_is_there(job: Make) -> None:
-    together = job()
-    ended = together.go(2, dict.fromkeys((0, 1), Fault(STEP, nth=3, action="SIGTERM")))
-    for each in ended:
-        assert each.code == 143, each.output
-        assert f"step 3 is saved in {together.run.checkpoints}." in each.in_one_line
+    ended.append(held.wait())
+    assert_all(ended, 4)
+    assert all(f"rank {stopped} has been silent for" in each.in_one_line for each in ended)
+    ended = [child.wait() for child in hanging]
+    assert_all(ended, 4)
+    assert all("rank 1 hangs: the others have waited for it" in each.in_one_line for each in ended)
 
 
 def test_a_rank_that_is_silent_is_lost_within_a_minute() -> None:
@@ -311,19 +265,6 @@ def test_the_other_ranks_notice_that_rank_0_is_silent(
     assert lost is not None
     assert lost.rank == 0
     assert "has been silent" in lost.why
-
-
-def test_out_of_memory_of_one_rank_is_the_exit_code_of_all() -> None:
-    assert rank_watch.Lost(1, "ended: out of memory", out_of_memory=True).error().exit_code == 6
-    assert rank_watch.Lost(1, "was killed").error().exit_code == 4
-
-
-def test_all_ranks_say_what_the_same_command_does_after_one_ran_out_of_memory() -> None:
-    lost = rank_watch.Lost(
-        1, "ended: out of memory", out_of_memory=True, next_start="Start the same again: it goes on."
-    )
-    assert "untouched: Start the same again" in str(lost.error())
-    assert "fix the cause and run the same command again" in str(rank_watch.Lost(1, "was killed").error())
 
 
 def test_a_connection_without_the_token_is_not_accepted_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import weakref
 from dataclasses import dataclass, field
@@ -14,21 +13,10 @@ import pytest
 import torch
 from children import Fault
 from jobs import metric, sampled, save_base
-from rank_jobs import (
-    EXACT,
-    FSDP,
-    PLAIN,
-    UNEVALUATED,
-    ZERO,
-    Jobs,
-    assert_close,
-    assert_refused,
-    resumed_at,
-    same_weights,
-)
-from safetensors.torch import load_file, save_file
+from rank_jobs import EXACT, FSDP, PLAIN, UNEVALUATED, ZERO, Jobs, assert_close, resumed_at, same_weights, untied_base
+from safetensors.torch import load_file
 from steps import before_each_step
-from together import assert_all
+from together import assert_all, assert_refused
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
@@ -66,15 +54,7 @@ def test_several_processes_train_what_one_trains(odd_jobs: Jobs) -> None:
 
 @pytest.fixture(scope="module")
 def untied(shallow_base: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The base with a head of its own."""
-    folder = tmp_path_factory.mktemp("untied") / "model"
-    shutil.copytree(shallow_base, folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    return f"model.name={folder}"
+    return f"model.name={untied_base(shallow_base, tmp_path_factory.mktemp('untied'))}"
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,8 @@ from pathlib import Path
 import gguf_in_llama_cpp as bench
 import pytest
 from jobs import sampled
-from rank_jobs import (
-    EXACT,
-    FSDP,
-    PLAIN,
-    UNEVALUATED,
-    ZERO,
-    Jobs,
-    assert_close,
-    assert_refused,
-    resumed_at,
-    same_weights,
-)
-from together import assert_all
+from rank_jobs import EXACT, FSDP, PLAIN, UNEVALUATED, ZERO, Jobs, assert_close, resumed_at, same_weights, untied_base
+from together import assert_all, assert_refused
 from transformers import AutoTokenizer
 
 from tests.published_bases import published
@@ -54,9 +43,9 @@ KILLED = {
     "copies: random numbers of each, 8-bit states, packed rows": Killed(
         ["adapter.dropout=0.1", "optimizer.kind=adamw_8bit", "data.packing=true", *UNEVALUATED], whole=True, alone=False
     ),
-    "shards: every weight, 8-bit states, offloaded": Killed(
+    "shards: every weight, a head of its own, 8-bit states, offloaded": Killed(
         [*FULL, "optimizer.kind=adamw_8bit", "training.precision=fp32", "training.neftune_noise_alpha=5"],
-        [FSDP, "distributed.offload=cpu"], whole=True, fewer=True,
+        [FSDP, "distributed.offload=cpu"], base=untied_base, whole=True, fewer=True,
     ),
     "ZeRO: every weight": Killed(
         [*FULL, "optimizer.kind=adamw_torch_fused", "optimizer.weight_decay=0.1", "training.learning_rate=0.001",
@@ -68,9 +57,10 @@ KILLED = {
     "fp8": Killed([*EXACT, *UNEVALUATED], base=lambda base, folder: published("fp8", base, folder / "base")),
 }  # fmt: skip
 OFTEN = (
-    "copies: random numbers of each, 8-bit states, packed rows", "shards: every weight, 8-bit states, offloaded",
+    "copies: random numbers of each, 8-bit states, packed rows",
+    "shards: every weight, a head of its own, 8-bit states, offloaded",
     "served as GGUF",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", sampled(KILLED, *OFTEN))

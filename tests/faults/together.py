@@ -62,3 +62,12 @@ class Together:
 def assert_all(ended: list[Ended], code: int) -> None:
     for each in ended:
         assert each.code == code, each.output
+
+
+def assert_refused(ended: list[Ended], code: int, *said: str) -> None:
+    """All end with this code, and the first alone says why."""
+    assert_all(ended, code)
+    first, *others = ended
+    assert first.output.count("error:") == 1
+    assert all(text in first.in_one_line for text in said), first.output
+    assert not any(each.output for each in others)
