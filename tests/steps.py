@@ -169,7 +169,7 @@ def assert_gradients_close(
 
 @contextlib.contextmanager
 def out_of_memory(loop: Loop, where: str, places: int) -> Iterator[list[int]]:
-    """Out of memory in the third layer for micro-batches of more than `places`; the list has the places of each.
+    """Out of memory in the last layer for micro-batches of more than `places`; the list has the places of each.
 
     `where`: in the `forward` pass, in the `backward` pass, or where that computes a checkpointed layer once more.
     """
@@ -190,7 +190,7 @@ def out_of_memory(loop: Loop, where: str, places: int) -> Iterator[list[int]]:
         if hidden.requires_grad:
             hidden.register_hook(refuse)
 
-    layer = checkpointing.layers(loop.step.model)[2]
+    layer = checkpointing.layers(loop.step.model)[-1]
     if where == "backward":
         hook = layer.register_forward_hook(after)
     else:

@@ -21,6 +21,7 @@ from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 from finetune.training import eval_loss
 from finetune.training.collator import row_count
+from finetune.training.loop import Loop
 
 JOB = ["training.eval_every=2", "output.best=false", "quantization.kind=none"]
 
@@ -56,10 +57,16 @@ def test_an_evaluation_that_does_not_fit_is_split(quick, exhausted, undisturbed:
     assert same_adapter(run, undisturbed)
 
 
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, shallow_base: Path) -> Loop:
+    directory = tmp_path_factory.mktemp("ready") / "run"
+    job = [f"model.name={shallow_base}", f"data.train={rows_file}", "data.eval_share=0.5", f"output.dir={directory}"]
+    return ready(load_config(TINY, [*QUICK, *job]))
+
+
 def test_a_part_that_does_not_fit_is_split_reported_and_freed(
-    quick, exhausted, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, exhausted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = ready(quick("data.eval=none", "training.eval_every=null"))
     batch = loop.steps.collate.micro_batch([loop.steps.rows[row] for row in (0, 1, 2)])
     exhausted[0] = 3
     asked = {"precision": "fp32", "masked": False}
@@ -76,9 +83,7 @@ def test_a_part_that_does_not_fit_is_split_reported_and_freed(
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
-def test_an_error_of_another_kind_is_not_tried_again(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = ready(quick("data.eval_share=0.5"))
-
+def test_an_error_of_another_kind_is_not_tried_again(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args):
         monkeypatch.undo()
         raise RuntimeError("no matter of memory")
@@ -96,7 +101,7 @@ def test_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_pat
     def train(name: str, fault: Fault | None = None) -> RunDirectory:
         run, ended = train_apart(
             fault, *JOB, f"data.eval={file}", "data.max_length=512", "data.too_long=truncate", "training.batch_size=8",
-            "training.micro_batch=8", "training.max_steps=2", run=name,
+            "training.micro_batch=8", "training.max_steps=1", run=name,
         )  # fmt: skip
         assert ended.code == 0, ended.output
         return run
@@ -119,8 +124,7 @@ def test_an_evaluation_in_which_no_row_fits_is_skipped(quick, exhausted, undistu
     assert same_adapter(run, undisturbed)
 
 
-def test_evaluation_makes_no_full_logits_and_keeps_nothing_of_a_batch(quick) -> None:
-    loop = ready(quick("data.eval_share=0.5"))
+def test_evaluation_makes_no_full_logits_and_keeps_nothing_of_a_batch(loop: Loop) -> None:
     outputs = []
 
     def seen(module, args, kwargs, output):
@@ -137,7 +141,7 @@ def test_evaluation_makes_no_full_logits_and_keeps_nothing_of_a_batch(quick) -> 
 
 
 def test_a_merge_out_of_memory_leaves_the_training_and_is_done_again(train_apart) -> None:
-    job = ["output.merge=true", "data.eval=none", "training.eval_every=null"]
+    job = ["output.merge=true", "data.eval=none", "training.eval_every=null", "training.max_steps=1"]
     run, ended = train_apart(Fault("finetune.export.publish:merge_locked", memory_bytes=2**20), *job)
     assert ended.code == 6, ended.output
     assert f"finetune export {run.path} --to merged" in " ".join(ended.output.split())
