@@ -188,25 +188,43 @@ def test_killed_three_times_a_run_ends_with_the_same_bits(job, whole: Job) -> No
 # -- disks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["adapter", "b", "state", "manifest", "latest"])
-def test_a_disk_that_fills_during_a_save_ends_in_4_with_the_bytes(
-    children: Children, small_disk: Path, file: str
+BYTES = r"; [\d,]+ bytes are free"
+FAILED_SAVES = {
+    **{
+        file: (
+            Fault("open", f"checkpoints/.*{file}", action="fill"),
+            rf"checkpoint at step 2 could not be written to .*No space left on device{BYTES}; "
+            r"[\d,]+ bytes are needed\. Earlier checkpoints are untouched: free some space",
+        )
+        for file in ("adapter", "b", "state", "manifest")
+    },
+    # The checkpoint itself is published by then.
+    "latest": (
+        Fault("open", "checkpoints/.*latest", action="fill"),
+        f"checkpoints/latest could not be written: No space left on device{BYTES}",
+    ),
+    **{
+        event: (Fault(event, "step-00000002.incomplete", action=errno.EIO), "Input/output error")
+        for event in ("open", "fsync", "rename", "mkdir")
+    },
+    "size": (Fault(file_bytes=2048), "File too large"),
+    "bits": (Fault("read", "adapter.safetensors", action="flip"), "reads back differently than it was written"),
+}
+"""Faults of a disk, by file or event, and what is said of them."""
+
+
+@pytest.mark.parametrize("name", FAILED_SAVES)
+def test_a_save_that_fails_ends_in_4_with_the_checkpoint_before(
+    children: Children, small_disk: Path, name: str
 ) -> None:
+    fault, said = FAILED_SAVES[name]
     run = made(small_disk / "run")
     checkpoint.write(run, contents(1))
-    ended = children.run(["save", run.path, 2], Fault("open", f"checkpoints/.*{file}", action="fill"))
-    assert ended.code == 4, ended.output
-    message = (
-        r"checkpoints/latest could not be written: No space left on device; [\d,]+ bytes are free"
-        if file == "latest"  # the checkpoint itself is published by then
-        else r"checkpoint at step 2 could not be written to .*No space left on device; [\d,]+ bytes are "
-        r"free; [\d,]+ bytes are needed\. Earlier checkpoints are untouched: free some space"
-    )
-    assert re.search(message, ended.output)
-    newest, damaged = checkpoint.newest_valid(run)
-    assert newest in (run.checkpoint(1), run.checkpoint(2) if file == "latest" else None)
-    assert not damaged
-    (small_disk / "filler").unlink()
+    ended = children.run(["save", run.path, 2], fault)
+    assert ended.code == 4
+    assert re.search(said, ended.in_one_line), ended.output
+    assert checkpoint.newest_valid(run) == (run.checkpoint(2 if name == "latest" else 1), {})
+    (small_disk / "filler").unlink(missing_ok=True)
     assert children.run(["save", run.path, 2]).code == 0
 
 
@@ -226,46 +244,24 @@ def test_a_training_on_a_full_disk_ends_in_4_and_goes_on_when_there_is_room(job,
     starved.assert_as(whole)
 
 
-FAILED_SAVES = {
-    **{
-        event: (Fault(event, "step-00000002.incomplete", action=errno.EIO), "Input/output error")
-        for event in ("open", "fsync", "rename", "mkdir")
-    },
-    "size": (Fault(file_bytes=2048), "File too large"),
-    "bits": (Fault("read", "adapter.safetensors", action="flip"), "reads back differently than it was written"),
-}
-"""Faults of a disk, and what is said of them."""
-
-
-@pytest.mark.parametrize("name", FAILED_SAVES)
-def test_a_save_that_fails_ends_in_4_with_the_checkpoint_before(children: Children, tmp_path: Path, name: str) -> None:
-    fault, said = FAILED_SAVES[name]
-    run = made(tmp_path / "run")
-    checkpoint.write(run, contents(1))
-    ended = children.run(["save", run.path, 2], fault)
-    assert ended.code == 4
-    assert said in ended.in_one_line
-    assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
-
-
 def test_a_directory_that_turned_read_only_or_vanished_ends_in_4(children: Children, small_disk: Path) -> None:
+    def save(run: Path) -> str:
+        ended = children.run(["save", run, 2])
+        assert ended.code == 4
+        return ended.output
+
     run = made(small_disk / "run")
     checkpoint.write(run, contents(1))
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    ended = children.run(["save", run.path, 2])
-    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
-    assert ended.code == 4
-    assert "Read-only file system; 1,0" in ended.output
-    assert "make its file system writable" in ended.output
-    assert "free some space" not in ended.output
-    assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
     (small_disk / "file").write_text("")
-    ended = children.run(["save", small_disk / "file" / "run", 2])
-    assert ended.code == 4
-    assert "Not a directory" in ended.output
-    ended = children.run(["save", small_disk / "gone", 2])
-    assert ended.code == 4
-    assert "No such file or directory" in ended.output
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    said = save(run.path)
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    assert "Read-only file system; 1,0" in said
+    assert "make its file system writable" in said
+    assert "free some space" not in said
+    assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
+    assert "Not a directory" in save(small_disk / "file" / "run")
+    assert "No such file or directory" in save(small_disk / "gone")
     assert not (small_disk / "gone").exists()
 
 

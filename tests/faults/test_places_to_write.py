@@ -22,7 +22,6 @@ from finetune.config import Config
 from finetune.errors import MachineError
 from finetune.forecast import planning
 from finetune.forecast.fit import Fitted
-from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.planning import Planner
 from finetune.storage.files import DISK_ERRORS, not_written, write_text
 from finetune.storage.rundir import RunDirectory
@@ -71,26 +70,13 @@ REMEDY = {
 WRITERS = {"data": ["data", TINY, "--html"], "plan": ["plan", TINY, "--picture"]}
 
 
-@pytest.fixture
-def one_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each plan has the forecast of the first."""
-    made: list[Forecast] = []
-
-    def forecast(self: Planner, *arguments: object, **named: object) -> Forecast:
-        if not made:
-            made.append(plain(self, *arguments, **named))
-        return made[0]
-
-    plain = Planner.forecast
-    monkeypatch.setattr(Planner, "forecast", forecast)
-
-
 @pytest.mark.parametrize("command", WRITERS)
 def test_a_file_asked_for_that_cannot_be_written(
-    command: str, call: Call, disk: Path, rows_file: Path, one_forecast: None
+    command: str, call: Call, disk: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = [f"data.train={rows_file}", "data.max_length=32", "training.batch_size=2", "training.micro_batch=2",
-             "data.eval_share=0.2"]  # fmt: skip
+    monkeypatch.setattr(Planner, "forecast", lambda *arguments, **named: forecast())
+    small = [f"data.train={rows_file}", "data.eval_share=0.2",
+             "data.max_length=32", "training.batch_size=2", "training.micro_batch=2"]  # fmt: skip
     arguments = [*WRITERS[command], disk / "made", *small]
     refused(call(*WRITERS[command], disk / "missing" / "made", *small), disk / "missing" / "made", "No such file")
     (disk / "made").write_text("mine")
@@ -197,20 +183,17 @@ def test_fresh_at_a_mount_point_or_under_a_name_that_cannot_grow_is_refused_and_
 
 
 def test_fresh_through_a_link_moves_the_run_and_makes_the_new_one_where_it_was(earlier, tmp_path: Path) -> None:
+    """The second time it takes a run away that lacks its config."""
     place, link = tmp_path / "elsewhere" / "place", tmp_path / "link"
     place.parent.mkdir()
     link.symlink_to(place)
     config = earlier(place).changed({"output.dir": str(link)})
     before = contents(place)
     for taken in (["place.1"], ["place.1", "place.2"]):
-        assert finetune.train(config, fresh=True).run.finished
+        run = finetune.train(config, fresh=True).run
+        assert run.finished
+        assert run.events()[0]["event"] == "started"
         assert sorted(os.listdir(place.parent)) == ["place", *taken]
+        (place / "config.yaml").unlink()
     assert contents(place.with_name("place.1")) | {"lock": b""} == before | {"lock": b""}
-
-
-def test_fresh_takes_a_run_away_that_lacks_its_config(earlier, tmp_path: Path) -> None:
-    config = earlier(tmp_path / "place")
-    (tmp_path / "place" / "config.yaml").unlink()
-    run = finetune.train(config, fresh=True).run
-    assert run.events()[0]["event"] == "started"
-    assert (tmp_path / "place.1" / "adapter").is_dir()
+    assert (place.with_name("place.2") / "adapter").is_dir()

@@ -14,7 +14,8 @@ from children import Children, Ended, Fault
 from finetune.storage.rundir import RunDirectory
 
 Train = Callable[..., tuple[RunDirectory, Ended]]
-FUSED = "kernels.fused=auto"
+FEW = ["training.max_steps=1", "data.eval=none", "training.eval_every=null"]
+FUSED = [*FEW, "kernels.fused=auto"]
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +23,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def test_a_kernel_that_ends_the_process_is_off_until_it_is_to_be_tried_again(
+def test_a_kernel_that_ends_the_process_is_off_until_it_is_to_be_tried_again_and_ctrl_c_blames_nothing(
     train_apart: Train, children: Children
 ) -> None:
-    run, ended = train_apart(Fault("finetune.kernels.ops:gated", action="SIGSEGV"), FUSED)
-    assert ended.code == -signal.SIGSEGV
-    assert not run.saved_steps
+    kernel = "finetune.kernels.ops:gated"
+    for action, code in (("SIGINT", 130), ("SIGSEGV", -signal.SIGSEGV)):
+        run, ended = train_apart(Fault(kernel, action=action), *FUSED)
+        assert ended.code == code, ended.output
+        assert not run.saved_steps
 
-    run, ended = train_apart(None, FUSED)
+    run, ended = train_apart(None, *FUSED)
     assert ended.code == 0, ended.output
     assert ended.in_one_line.count("`mlp` off") == 1
     assert " mlp" not in fused(ended)
@@ -39,7 +42,7 @@ def test_a_kernel_that_ends_the_process_is_off_until_it_is_to_be_tried_again(
     assert finding["status"] == "warning"
     (file,) = shlex.split(finding["remedy"])[-1:]
     Path(file).unlink()
-    _, ended = train_apart(None, FUSED, run="again")
+    _, ended = train_apart(None, *FUSED, run="again")
     assert " mlp" in fused(ended)
 
 
@@ -49,25 +52,17 @@ def fused(ended: Ended) -> str:
 
 
 def test_after_a_pass_of_the_whole_model_no_kernel_is_fused(train_apart: Train) -> None:
-    _, ended = train_apart(Fault("finetune.model.probes.causality:prove"), FUSED)
+    _, ended = train_apart(Fault("finetune.model.probes.causality:prove"), *FUSED)
     assert ended.code == -signal.SIGKILL
-    _, ended = train_apart(None, FUSED)
+    _, ended = train_apart(None, *FUSED)
     assert ended.code == 0, ended.output
     assert "none is fused" in ended.in_one_line
     assert not fused(ended)
 
 
 def test_packing_that_ends_the_process_is_refused_with_what_to_set(train_apart: Train) -> None:
-    _, ended = train_apart(Fault("finetune.model.probes.packed_rows:prove"), "data.packing=true")
+    _, ended = train_apart(Fault("finetune.model.probes.packed_rows:prove"), *FEW, "data.packing=true")
     assert ended.code == -signal.SIGKILL
-    _, ended = train_apart(None, "data.packing=true")
+    _, ended = train_apart(None, *FEW, "data.packing=true")
     assert ended.code == 4
     assert "data.packing: false" in ended.in_one_line
-
-
-def test_ctrl_c_soon_blames_nothing(train_apart: Train) -> None:
-    _, ended = train_apart(Fault("finetune.kernels.ops:gated", action="SIGINT"), FUSED)
-    assert ended.code == 130, ended.output
-    _, ended = train_apart(None, FUSED)
-    assert ended.code == 0, ended.output
-    assert " mlp" in fused(ended)
