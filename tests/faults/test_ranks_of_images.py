@@ -132,7 +132,7 @@ def test_a_run_whose_image_breaks_saves_and_goes_on_once_it_is_put_back(
     jobs: Jobs, folder: Path, picture_of_row_5: Path, rows: str, own: list[str]
 ) -> None:
     """To the bits of a run that was not disturbed; or with another of the same size, and says which."""
-    evaluated = [f"data.eval={folder / 'one.jsonl'}"] if rows == "none" else []
+    file, evaluated = ("data.eval", [f"data.eval={folder / 'one.jsonl'}"]) if rows == "none" else ("data.train", [])
     job = [*data(folder, rows), *RANDOM, *own, *evaluated]
     whole, broken, other = jobs.alone(*job), jobs(*job), jobs(*job)
     before = picture_of_row_5.read_bytes()
@@ -154,7 +154,7 @@ def test_a_run_whose_image_breaks_saves_and_goes_on_once_it_is_put_back(
 
     replace_by_another(picture_of_row_5, (60, 58))
     [ended] = other.go(1)
-    assert (ended.code, "`data.train`: its rows are not those that" in ended.in_one_line) == (3, True), ended.output
+    assert (ended.code, f"`{file}`: its rows are not those that" in ended.in_one_line) == (3, True), ended.output
     replace_by_another(picture_of_row_5, (34, 20))
     [ended] = other.go(1)
     assert ended.code == 0, ended.output
