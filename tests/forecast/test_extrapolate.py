@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import sampled
 from traces import Story, events, peaks
 
 from finetune.forecast import traced_step as tracing
@@ -19,46 +20,30 @@ from finetune.forecast.trace import Trace
 # -- which layers are kept ---------------------------------------------------------------------------------------------
 
 
-def test_five_of_like_layers_are_kept_and_the_second_stands_for_the_rest() -> None:
-    found = shorten("a" * 9)
-    assert (found.layers, found.unit, found.repeats) == ((0, 1, 2, 7, 8), (0, 1, 2, 3, 4), (1, 5, 1, 1, 1))
-    assert found.runs == ((0, 1, 1, 1, 1, 1, 2, 3, 4),)
+def test_like_layers_are_kept_at_both_ends_and_one_stands_for_those_between() -> None:
+    for kinds, layers, unit, repeats in (
+        ("a" * 9, (0, 1, 2, 7, 8), (0, 1, 2, 3, 4), (1, 5, 1, 1, 1)),
+        # The first layers are checkpointed and the others not.
+        ("c" * 7 + "p" * 6, (0, 1, 2, 5, 6, 7, 8, 9, 11, 12), tuple(range(10)), (1, 3, 1, 1, 1, 1, 2, 1, 1, 1)),
+        # A stretch too short to save anything is kept whole.
+        ("cc" + "p" * 6, (0, 1, 2, 3, 4, 6, 7), tuple(range(7)), (1, 1, 1, 2, 1, 1, 1)),
+        # Alternating kinds repeat as one unit; an odd last layer stands by itself.
+        ("ab" * 8, (*range(6), *range(12, 16)), (0, 0, 1, 1, 2, 2, 3, 3, 4, 4), (1, 4, 1, 1, 1)),
+        ("wwf" * 7, (*range(9), *range(15, 21)), tuple(number // 3 for number in range(15)), (1, 3, 1, 1, 1)),
+        ("cp" * 6 + "c", (*range(6), *range(8, 13)), (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5), (1, 2, 1, 1, 1, 1)),
+    ):
+        found = shorten(kinds)
+        assert (found.layers, found.unit, found.repeats) == (layers, unit, repeats), kinds
+    for kinds in ("a" * 5, "abcabc", ""):
+        assert shorten(kinds) == whole(kinds)
 
 
 def test_layers_of_mixed_sizes_are_one_run_with_two_of_each_size_between() -> None:
+    assert shorten("a" * 9).runs == ((0, 1, 1, 1, 1, 1, 2, 3, 4),)
     found = shorten("a" * 12, "xxxyyxyyxyyx")
     assert found.layers == (0, 1, 2, 3, 4, 10, 11)
     assert found.runs == ((0, 1, 1, 3, 3, 1, 3, 3, 2, 4, 5, 6),)
     assert shorten("a" * 4 + "b" * 4, "xyxyxyxy").layers == tuple(range(8)), "too short to save anything"
-
-
-def test_the_first_layers_checkpointed_and_the_others_not_are_two_stretches() -> None:
-    found = shorten("c" * 7 + "p" * 6)
-    assert found.layers == (0, 1, 2, 5, 6, 7, 8, 9, 11, 12)
-    assert found.unit == tuple(range(10))
-    assert found.repeats == (1, 3, 1, 1, 1, 1, 2, 1, 1, 1)
-
-
-def test_a_stretch_too_short_to_save_anything_is_kept_whole() -> None:
-    assert shorten("a" * 5) == whole("a" * 5)
-    assert shorten("abcabc") == whole("a" * 6)
-    assert shorten("cc" + "p" * 6).layers == (0, 1, 2, 3, 4, 6, 7)
-    assert shorten("") == whole("a" * 0)
-
-
-@pytest.mark.parametrize(("kinds", "size"), [("ab" * 8, 2), ("wwf" * 7, 3), ("cp" * 6, 2)])
-def test_alternating_kinds_repeat_as_one_unit(kinds: str, size: int) -> None:
-    found = shorten(kinds)
-    units = len(kinds) // size
-    assert found.layers == (*range(3 * size), *range(len(kinds) - 2 * size, len(kinds)))
-    assert found.unit == tuple(number for number in range(5) for _ in range(size))
-    assert found.repeats == (1, units - 4, 1, 1, 1)
-
-
-def test_every_second_layer_of_an_odd_number_leaves_the_last_by_itself() -> None:
-    found = shorten("cp" * 6 + "c")
-    assert found.layers == (*range(6), *range(8, 13))
-    assert found.repeats == (1, 2, 1, 1, 1, 1)
 
 
 @given(st.lists(st.tuples(st.text("abc", min_size=1, max_size=4), st.integers(1, 12)), max_size=4))
@@ -120,17 +105,14 @@ def without_layers(trace: Trace) -> list[tuple[str, int, int, str]]:
     return [(phase, *event) for phase, _, *event in events(trace)]
 
 
-@pytest.mark.parametrize("layers", [6, 7, 20])
-def test_a_short_traces_layers_repeated_are_the_long_trace(layers: int) -> None:
-    found = extrapolate(step(5).trace, shorten("a" * layers))
-    expected = step(layers).trace
-    assert without_layers(found) == without_layers(expected)
-    assert found.work(["forward"]) == expected.work(["forward"])
-
-
-def test_a_first_layer_that_makes_less_in_one_phase_is_alike_in_the_next() -> None:
-    found = extrapolate(evaluated(5).trace, shorten("a" * 9))
-    assert without_layers(found) == without_layers(evaluated(9).trace)
+def test_a_short_traces_layers_repeated_are_the_long_trace() -> None:
+    """Also where the first layer makes less in one phase and is alike in the next (`evaluated`)."""
+    for story, layers in ((step, 6), (step, 7), (step, 20), (evaluated, 9)):
+        found, expected = extrapolate(story(5).trace, shorten("a" * layers)), story(layers).trace
+        assert without_layers(found) == without_layers(expected), (story, layers)
+        assert found.work(["forward"]) == expected.work(["forward"])
+    trace = step(4).trace
+    assert extrapolate(trace, whole("a" * 4)) is trace
 
 
 def test_every_free_belongs_to_an_earlier_allocation() -> None:
@@ -139,11 +121,6 @@ def test_every_free_belongs_to_an_earlier_allocation() -> None:
         for event in stretch.events:
             living.add(event) if event > 0 else living.remove(-event)
     assert len(living) == 9, "the weights stay"
-
-
-def test_a_whole_trace_is_left_as_it_is() -> None:
-    trace = step(4).trace
-    assert extrapolate(trace, whole("a" * 4)) is trace
 
 
 @pytest.mark.parametrize(
@@ -169,50 +146,31 @@ def test_only_the_first_and_last_layer_may_free_blocks_elsewhere() -> None:
 # -- real models -------------------------------------------------------------------------------------------------------
 
 
+PLAIN = {"quantization__kind": "none"}
+TWO = {**PLAIN, "adapter__targets": ["q_proj", "up_proj"], "memory__checkpointing": "none"}
+# The layers that are kept have other numbers than in the whole model.
+PATTERN = "layers[.]([0-5]|7)[.]"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "layers", "changes"),
-    [
-        # More layers of the first level than are traced of both.
-        pytest.param(
-            "llama",
-            10,
-            {"memory__checkpointing": {"all": 8, "keep-both": 2}, "quantization__kind": "none"},
-            id="two levels",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "llama",
-            6,
-            {"memory__checkpointing": "keep-both", "kernels__fused": "on"},
-            id="fused, kept",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "llama",
-            6,
-            {"adapter__kind": "none", "quantization__kind": "none", "optimizer__kind": "sgd"},
-            id="every weight, sgd",
-            marks=pytest.mark.long,
-        ),
-        pytest.param("mixture", 6, {}, id="a mixture of experts"),
-        pytest.param("llama", 12, {"quantization__kind": "q4_k_m"}, id="mixed types"),
-        # The layers that are kept have other numbers than in the whole model.
-        pytest.param(
-            "llama",
-            8,
-            {"adapter__targets": ["q_proj", ".*layers[.]([0-5]|7)[.]mlp.*"], "quantization__kind": "none"},
-            id="by pattern",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "llama",
-            8,
-            {"adapter__ranks": {"layers[.]([0-5]|7)[.].*": 64, "q_proj": 2}, "quantization__kind": "none"},
-            id="ranks",
-        ),
-    ],
-)
+    sampled(
+        [
+            # More layers of the first level than are traced of both.
+            ("llama", 10, {**PLAIN, "memory__checkpointing": {"all": 8, "keep-both": 2}}),
+            ("llama", 6, {"memory__checkpointing": "keep-both", "kernels__fused": "on"}),
+            ("llama", 6, {**PLAIN, "adapter__kind": "none", "optimizer__kind": "sgd"}),
+            ("mixture", 6, {}),
+            (MIXTURE := ("mixture", 6, {**TWO, "adapter__targets": ["q_proj"]})),
+            (MIXED_TYPES := ("llama", 12, {"quantization__kind": "q4_k_m", "adapter__targets": ["q_proj"]})),
+            ("llama", 8, {**PLAIN, "adapter__targets": ["q_proj", f".*{PATTERN}mlp.*"]}),
+            (RANKS := ("llama", 8, {**TWO, "adapter__ranks": {f"{PATTERN}.*": 64, "q_proj": 2}})),
+        ],
+        MIXTURE, MIXED_TYPES, RANKS,
+    ),
+    ids=str,
+)  # fmt: skip
 def test_the_extrapolated_trace_has_the_peaks_of_the_whole_one(
     architecture: str, layers: int, changes: dict[str, Any]
 ) -> None:
