@@ -2,7 +2,7 @@
 
 import time
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from allocator_recording import RELEASE, Peaks, Recording, replay
@@ -48,292 +48,147 @@ def segments(allocator: CachingAllocator) -> list[list[Span]]:
     return made
 
 
-def states(allocator: CachingAllocator) -> list[list[tuple[int, str]]]:
-    """Sizes and states of every segment's blocks, the endless unmapped end of an expandable one left out."""
-    return [
-        [(span.size_bytes, span.state) for span in segment if span.state != "unmapped" or span is not segment[-1]]
-        for segment in segments(allocator)
-    ]
-
-
 def counts(allocator: CachingAllocator) -> tuple[int, int]:
     return allocator.allocated_bytes, allocator.reserved_bytes
 
 
-def test_sizes_round_size_and_get_allocation_size(subtests: pytest.Subtests) -> None:
+def test_sizes_round_size_and_get_allocation_size() -> None:
     for requested, block, segment in [
         (1, 512, 2 * MIB), (512, 512, 2 * MIB), (513, 1024, 2 * MIB), (MIB, MIB, 2 * MIB),
         (MIB + 1, MIB + 512, 20 * MIB), (10 * MIB - 1, 10 * MIB, 10 * MIB), (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB + 1, 10 * MIB + 512, 12 * MIB), (23 * MIB, 23 * MIB, 24 * MIB),
     ]:  # fmt: skip
-        with subtests.test(requested=requested):
-            assert (block_bytes(requested), segment_bytes(block_bytes(requested))) == (block, segment)
-            allocator = CachingAllocator()
-            allocator.allocate(requested)
-            assert allocator.reserved_bytes == segment
+        assert (block_bytes(requested), segment_bytes(block_bytes(requested))) == (block, segment)
+        allocator = CachingAllocator()
+        allocator.allocate(requested)
+        assert allocator.reserved_bytes == segment
 
 
-def test_a_request_of_zero_bytes_takes_no_block(subtests: pytest.Subtests) -> None:
-    for make in [CachingAllocator, expandable]:
-        with subtests.test(make=make):
-            allocator = make()
-            handle = allocator.allocate(0)
-            allocator.free(handle)
-            allocator.free(handle)
-            assert counts(allocator) == (0, 0)
+BYTE, BLOCK = 1 / MIB, 512 / MIB  # in MiB, as all sizes of the tables
+EMPTY = "empty_cache"
 
 
-def test_small_requests_share_a_segment_of_2_mib() -> None:
-    allocator = CachingAllocator()
-    for _ in range(4):
-        allocator.allocate(MIB // 2)
-    assert counts(allocator) == (2 * MIB, 2 * MIB)
-    allocator.allocate(1)
-    assert counts(allocator) == (2 * MIB + 512, 4 * MIB)
+class At(NamedTuple):
+    """An allocation that takes the place of the allocation number `like`, or lies `behind` its start."""
+
+    size: float
+    like: int
+    behind: float = 0
 
 
-def test_requests_below_10_mib_share_a_segment_of_20_mib() -> None:
-    allocator = CachingAllocator()
-    for _ in range(2):
-        allocator.allocate(8 * MIB)
-    assert counts(allocator) == (16 * MIB, 20 * MIB)
-    allocator.allocate(4 * MIB)
-    assert counts(allocator) == (20 * MIB, 20 * MIB)
+class Refused(NamedTuple):
+    """An allocation that is out of memory."""
+
+    size: float
 
 
-def test_the_pools_do_not_lend_to_each_other() -> None:
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(9 * MIB))
-    allocator.allocate(512)
-    assert counts(allocator) == (512, 22 * MIB)
-    allocator.free(allocator.allocate(MIB + 512))
-    assert allocator.reserved_bytes == 22 * MIB
+class Limit(NamedTuple):
+    """The capacity from here on."""
+
+    size: int
 
 
-def test_a_large_block_is_split_where_more_than_1_mib_remains(subtests: pytest.Subtests) -> None:
-    for requested, allocated in [
-        (15 * MIB - 512, 15 * MIB - 512),
-        (15 * MIB, 16 * MIB),
-        (15 * MIB + 512, 16 * MIB),
-        (16 * MIB, 16 * MIB),
-    ]:
-        with subtests.test(requested=requested):
-            allocator = CachingAllocator()
-            allocator.free(allocator.allocate(16 * MIB))
-            allocator.allocate(requested)
-            assert counts(allocator) == (allocated, 16 * MIB)
+def play(allocator: CachingAllocator, *steps: Any) -> None:
+    """Take the steps: a size allocates, -n frees the n-th allocation, and a tuple has the bytes that are allocated and
+    reserved, and perhaps the peak of these; a list has the blocks of every segment, the endless unmapped end left out:
+    (a)llocated, (f)ree or (u)nmapped.
+    """
+    handles: list[int] = []
+
+    def allocate(mib: float) -> int:
+        handles.append(allocator.allocate(round(mib * MIB)))
+        return handles[-1]
+
+    for number, step in enumerate(steps):
+        where = f"step {number} of {steps}"
+        match step:
+            case At():
+                assert allocate(step.size) == handles[step.like - 1] + step.behind * MIB, where
+            case Limit():
+                allocator.capacity_bytes = step.size * MIB
+            case Refused():
+                with pytest.raises(CapacityError):
+                    allocate(step.size)
+            case tuple():
+                found = (*counts(allocator), allocator.peak_reserved_bytes)
+                assert found[: len(step)] == tuple(mib * MIB for mib in step), where
+            case list():
+                blocks = [[(span.size_bytes / MIB, span.state[0]) for span in one] for one in segments(allocator)]
+                blocks = [one[:-1] if one[-1][1] == "u" else one for one in blocks]
+                assert [one for one in blocks if one] == step, where
+            case "empty_cache":
+                allocator.empty_cache()
+            case _ if step < 0:
+                allocator.free(handles[-step - 1])
+            case _:
+                allocate(step)
 
 
-def test_a_small_block_is_split_where_512_bytes_remain() -> None:
-    allocator = CachingAllocator()
-    first = allocator.allocate(2048)
-    allocator.allocate(MIB)
-    allocator.free(first)
-    allocator.allocate(1536)
-    assert states(allocator)[0][:2] == [(1536, "allocated"), (512, "free")]
-
-
-def test_the_smallest_free_block_that_fits_is_taken() -> None:
-    allocator = CachingAllocator()
-    handles = [allocator.allocate(size * MIB) for size in (40, 12, 30, 14)]
-    for handle in handles:
-        allocator.free(handle)
-    assert allocator.allocate(13 * MIB) == handles[3]
-    assert allocator.allocate(20 * MIB) == handles[2]
-    assert allocator.reserved_bytes == 96 * MIB
-
-
-def test_of_two_free_blocks_of_one_size_the_lower_is_taken(subtests: pytest.Subtests) -> None:
-    for make in [CachingAllocator, expandable]:
-        with subtests.test(make=make):
-            allocator = make()
-            first, _, second, _ = [allocator.allocate(4096) for _ in range(4)]
-            allocator.free(second)
-            allocator.free(first)
-            assert [allocator.allocate(4096), allocator.allocate(4096)] == [first, second]
-
-
-def test_free_neighbours_merge_from_either_side() -> None:
-    allocator = CachingAllocator()
-    one, two, three = [allocator.allocate(6 * MIB) for _ in range(3)]
-    allocator.free(one)
-    allocator.free(three)
-    assert states(allocator) == [[(6 * MIB, "free"), (6 * MIB, "allocated"), (8 * MIB, "free")]]
-    allocator.free(two)
-    assert states(allocator) == [[(20 * MIB, "free")]]
-
-
-def test_blocks_of_different_segments_do_not_merge() -> None:
-    allocator = CachingAllocator()
-    for handle in [allocator.allocate(12 * MIB) for _ in range(2)]:
-        allocator.free(handle)
-    allocator.allocate(24 * MIB)
-    assert allocator.reserved_bytes == 48 * MIB
-
-
-def test_an_allocated_neighbour_keeps_free_memory_in_pieces() -> None:
-    allocator = CachingAllocator()
-    one, _, three = [allocator.allocate(6 * MIB) for _ in range(3)]
-    allocator.free(one)
-    allocator.free(three)
-    allocator.allocate(9 * MIB)
-    assert counts(allocator) == (15 * MIB, 40 * MIB)
-
-
-def test_empty_cache_releases_whole_segments_alone() -> None:
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(30 * MIB))
-    kept = allocator.allocate(2 * MIB)
-    allocator.free(allocator.allocate(2 * MIB))
-    allocator.free(allocator.allocate(100))
-    # The request of 2 MiB was cut from the free 30.
-    assert counts(allocator) == (2 * MIB, 32 * MIB)
-    allocator.empty_cache()
-    assert counts(allocator) == (2 * MIB, 30 * MIB)
-    allocator.free(kept)
-    allocator.empty_cache()
-    assert counts(allocator) == (0, 0)
-    assert segments(allocator) == []
-
-
-def test_cached_memory_is_released_before_a_request_fails() -> None:
-    allocator = CachingAllocator(64 * MIB)
-    allocator.free(allocator.allocate(20 * MIB))
-    allocator.free(allocator.allocate(30 * MIB))
-    allocator.allocate(60 * MIB)
-    assert counts(allocator) == (60 * MIB, 60 * MIB)
-    assert allocator.peak_reserved_bytes == 60 * MIB
-
-
-def test_a_request_that_does_not_fit_is_out_of_memory() -> None:
-    allocator = CachingAllocator(40 * MIB)
-    allocator.allocate(4 * MIB)
-    cached = allocator.allocate(12 * MIB)
-    allocator.free(cached)
-    with pytest.raises(CapacityError):
-        allocator.allocate(22 * MIB)
-    # The 16 free MiB of the first segment cannot be released, the 12 cached ones were.
-    assert counts(allocator) == (4 * MIB, 20 * MIB)
-    allocator.allocate(20 * MIB)
-    assert counts(allocator) == (24 * MIB, 40 * MIB)
-
-
-def test_a_segment_and_not_the_request_must_fit() -> None:
-    allocator = CachingAllocator(19 * MIB)
-    with pytest.raises(CapacityError):
-        allocator.allocate(2 * MIB)
-    allocator.allocate(18 * MIB)
-
-
-def test_expandable_segments_grow_by_pages_of_2_and_20_mib() -> None:
-    allocator = expandable()
-    allocator.allocate(512)
-    assert counts(allocator) == (512, 2 * MIB)
-    allocator.allocate(45 * MIB)
-    assert counts(allocator) == (45 * MIB + 512, 62 * MIB)
-
-
-def test_expandable_growth_starts_in_the_free_end() -> None:
-    allocator = expandable()
-    allocator.allocate(3 * MIB)
-    allocator.allocate(18 * MIB)
-    # 17 of the 18 MiB lay mapped behind the first three, so that one page more holds the rest.
-    assert states(allocator)[-1] == [(3 * MIB, "allocated"), (18 * MIB, "allocated"), (19 * MIB, "free")]
-    assert counts(allocator) == (21 * MIB, 40 * MIB)
-
-
-def test_expandable_blocks_are_split_to_512_bytes() -> None:
-    allocator = expandable()
-    allocator.allocate(20 * MIB - 512)
-    assert states(allocator)[-1] == [(20 * MIB - 512, "allocated"), (512, "free")]
-
-
-def test_the_end_of_an_expandable_segment_is_cut_last() -> None:
-    allocator = expandable()
-    _, hole, _ = [allocator.allocate(size) for size in (8 * MIB, 8 * MIB, 3 * MIB // 2)]
-    allocator.free(hole)
+LOWER = [*[4096 * BYTE] * 4, -3, -1, At(4096 * BYTE, 1), At(4096 * BYTE, 3)]
+PLAIN: dict[str, list[Any]] = {
+    "a request of zero bytes takes no block": [0, -1, -1, (0, 0)],
+    "small requests share a segment of 2 MiB": [0.5, 0.5, 0.5, 0.5, (2, 2), BYTE, (2 + BLOCK, 4)],
+    "requests below 10 MiB share a segment of 20 MiB": [8, 8, (16, 20), 4, (20, 20)],
+    "the pools do not lend to each other": [9, -1, BLOCK, (BLOCK, 22), 1 + BLOCK, -3, (BLOCK, 22)],
+    "a large block is split where more than 1 MiB remains": [16, -1, 15 - BLOCK, (15 - BLOCK, 16)],
+    "a large block is not split where 1 MiB remains": [16, -1, 15, (16, 16)],
+    "a large block is not split where less remains": [16, -1, 15 + BLOCK, (16, 16)],
+    "a large block may be taken whole": [16, -1, 16, (16, 16)],
+    "a small block is split where 512 bytes remain": [
+        4 * BLOCK, 1, -1, 3 * BLOCK, [[(3 * BLOCK, "a"), (BLOCK, "f"), (1, "a"), (1 - 4 * BLOCK, "f")]],
+    ],
+    "the smallest free block that fits is taken": [40, 12, 30, 14, -1, -2, -3, -4, At(13, 4), At(20, 3), (34, 96)],
+    "of two free blocks of one size the lower is taken": LOWER,
+    "free neighbours merge from either side": [
+        6, 6, 6, -1, -3, [[(6, "f"), (6, "a"), (8, "f")]], -2, [[(20, "f")]],
+    ],
+    "blocks of different segments do not merge": [12, 12, -1, -2, 24, (24, 48)],
+    "an allocated neighbour keeps free memory in pieces": [6, 6, 6, -1, -3, 9, (15, 40)],
+    # The request of 2 MiB is cut from the free 30.
+    "empty_cache releases whole segments alone": [
+        30, -1, 2, 2, -3, 100 * BYTE, -4, (2, 32), EMPTY, (2, 30), -2, EMPTY, (0, 0), [],
+    ],
+    "cached memory is released before a request fails": [Limit(64), 20, -1, 30, -2, 60, (60, 60, 60)],
+    # The 16 free MiB of the first segment cannot be released, the 12 cached ones are.
+    "a request that does not fit is out of memory": [Limit(40), 4, 12, -2, Refused(22), (4, 20), 20, (24, 40)],
+    "a segment and not the request must fit": [Limit(19), Refused(2), 18],
+}  # fmt: skip
+UNMAPPED = [5, 60, 5, (70, 80), -2, EMPTY]
+EXPANDABLE: dict[str, list[Any]] = {
+    "a request of zero bytes takes no block": [0, -1, -1, (0, 0)],
+    "of two free blocks of one size the lower is taken": LOWER,
+    "segments grow by pages of 2 and 20 MiB": [BLOCK, (BLOCK, 2), 45, (45 + BLOCK, 62)],
+    # 17 of the 18 MiB lie mapped behind the first three, so that one page more holds the rest.
+    "growth starts in the free end": [3, 18, [[(3, "a"), (18, "a"), (19, "f")]], (21, 40)],
+    "blocks are split to 512 bytes": [20 - BLOCK, [[(20 - BLOCK, "a"), (BLOCK, "f")]]],
     # 2.5 MiB at the end would fit better than the hole of 8.
-    assert allocator.allocate(2 * MIB) == hole
-
-
-def test_the_search_for_a_block_that_grows_less_stops_at_the_first_that_grows_more() -> None:
-    allocator = expandable()
-    first, middle, _ = [allocator.allocate(size * MIB) for size in (18, 52, 5)]
-    allocator.free(middle)
-    allocator.empty_cache()
-    assert states(allocator)[-1][1:4] == [(2 * MIB, "free"), (40 * MIB, "unmapped"), (10 * MIB, "free")]
+    "the end of a segment is cut last": [8, 8, 1.5, -2, At(2, 2)],
     # Free are 2 MiB that can grow to 42, the last 5 with no end, and 10 that cannot grow and are not looked at.
-    assert allocator.allocate(2 * MIB) == first + 18 * MIB
-
-
-def test_expandable_empty_cache_unmaps_the_whole_pages_inside_free_blocks() -> None:
-    allocator = expandable()
-    _, middle, _ = [allocator.allocate(size * MIB) for size in (5, 60, 5)]
-    assert allocator.reserved_bytes == 80 * MIB
-    allocator.free(middle)
-    allocator.empty_cache()
+    "the search for a block that grows less stops at the first that grows more": [
+        18, 52, 5, -2, EMPTY, [[(18, "a"), (2, "f"), (40, "u"), (10, "f"), (5, "a"), (5, "f")]], At(2, 1, 18),
+    ],
     # Free from 5 to 65 MiB: the pages 20 to 60 lie inside it, and 70 to 80 holds no whole page.
-    assert counts(allocator) == (10 * MIB, 40 * MIB)
-    assert states(allocator)[-1] == [
-        (5 * MIB, "allocated"),
-        (15 * MIB, "free"),
-        (40 * MIB, "unmapped"),
-        (5 * MIB, "free"),
-        (5 * MIB, "allocated"),
-        (10 * MIB, "free"),
-    ]
+    "empty_cache unmaps the whole pages inside free blocks": [
+        *UNMAPPED, (10, 40), [[(5, "a"), (15, "f"), (40, "u"), (5, "f"), (5, "a"), (10, "f")]],
+    ],
+    # 15 free MiB, then one page of the gap: 35 hold the 30. The rest of the gap is 5 free, 20 unmapped, 5 free: a page
+    # makes it one block, which just holds 30.
+    "growth fills the lowest gap": [*UNMAPPED, At(30, 1, 5), (40, 60), At(30, 1, 35), (70, 80)],
+    "growth passes over a gap that is too small": [*UNMAPPED, At(61, 1, 70), (71, 100)],
+    "a segment that was unmapped grows anew": [90, -1, EMPTY, (0, 0), 30, (30, 40)],
+    "pages of one pool are released for the other": [Limit(22), 5, -1, *[1] * 20, (20, 20), Refused(5), (20, 20)],
+    "growth maps all pages of a gap or none": [Limit(60), 15, Refused(50), (15, 20), 45, (60, 60)],
+}  # fmt: skip
 
 
-def test_expandable_growth_fills_the_lowest_gap() -> None:
-    allocator = expandable()
-    first, middle, _ = [allocator.allocate(size * MIB) for size in (5, 60, 5)]
-    allocator.free(middle)
-    allocator.empty_cache()
-    # 15 free MiB, then one page of the gap: 35 hold the 30.
-    assert allocator.allocate(30 * MIB) == first + 5 * MIB
-    assert counts(allocator) == (40 * MIB, 60 * MIB)
-    # The rest of the gap is 5 free, 20 unmapped, 5 free: a page makes it one block, which just holds 30.
-    assert allocator.allocate(30 * MIB) == first + 35 * MIB
-    assert counts(allocator) == (70 * MIB, 80 * MIB)
+@pytest.mark.parametrize("rule", PLAIN)
+def test_plain_segments(rule: str) -> None:
+    play(CachingAllocator(), *PLAIN[rule])
 
 
-def test_expandable_growth_passes_over_a_gap_that_is_too_small() -> None:
-    allocator = expandable()
-    first, middle, _ = [allocator.allocate(size * MIB) for size in (5, 60, 5)]
-    allocator.free(middle)
-    allocator.empty_cache()
-    assert allocator.allocate(61 * MIB) == first + 70 * MIB
-    assert counts(allocator) == (71 * MIB, 100 * MIB)
-
-
-def test_an_expandable_segment_that_was_unmapped_grows_anew() -> None:
-    allocator = expandable()
-    allocator.free(allocator.allocate(90 * MIB))
-    allocator.empty_cache()
-    assert counts(allocator) == (0, 0)
-    allocator.allocate(30 * MIB)
-    assert counts(allocator) == (30 * MIB, 40 * MIB)
-
-
-def test_expandable_pages_of_one_pool_are_released_for_the_other() -> None:
-    allocator = expandable(22 * MIB)
-    allocator.free(allocator.allocate(5 * MIB))
-    for _ in range(20):
-        allocator.allocate(MIB)
-    assert counts(allocator) == (20 * MIB, 20 * MIB)
-    with pytest.raises(CapacityError):
-        allocator.allocate(5 * MIB)
-    assert allocator.reserved_bytes == 20 * MIB
-
-
-def test_expandable_growth_maps_all_pages_of_a_gap_or_none() -> None:
-    allocator = expandable(60 * MIB)
-    allocator.allocate(15 * MIB)
-    with pytest.raises(CapacityError):
-        allocator.allocate(50 * MIB)
-    assert counts(allocator) == (15 * MIB, 20 * MIB)
-    allocator.allocate(45 * MIB)
-    assert counts(allocator) == (60 * MIB, 60 * MIB)
+@pytest.mark.parametrize("rule", EXPANDABLE)
+def test_expandable_segments(rule: str) -> None:
+    play(expandable(), *EXPANDABLE[rule])
 
 
 def test_a_gap_may_be_mapped_for_a_request_that_then_fails() -> None:
@@ -495,17 +350,18 @@ def test_an_expandable_history_sums_the_mapped_pages() -> None:
 
 def test_the_recorded_peak_is_the_histories_and_not_the_models() -> None:
     history = [entry("segment_alloc", 0x1000000, 4 * GIB), entry("alloc", 0x1000000, 512)]
-    assert replay(Recording.from_history(history, expandable_segments=False)) == (
-        Peaks(512, 2 * MIB),
-        Peaks(None, 4 * GIB),
-    )
+    found = replay(Recording.from_history(history, expandable_segments=False))
+    assert found == (Peaks(512, 2 * MIB), Peaks(None, 4 * GIB))
 
 
-def test_a_history_that_the_model_cannot_follow_is_refused(subtests: pytest.Subtests) -> None:
-    for history, message in [
+@pytest.mark.parametrize(
+    ("history", "message"),
+    [
         ([entry("free_completed", 0x1000, 512)], "frees 0x1000"),
         ([entry("segment_free", 0x1000, 2 * MIB)], "more segments than it made"),
         ([entry("alloc", 0x1000, 1), entry("alloc", 0x2000, 1, stream=7)], "several streams"),
-    ]:
-        with subtests.test(history=history), pytest.raises(ValueError, match=message):
-            Recording.from_history(history, expandable_segments=False)
+    ],
+)
+def test_a_history_that_the_model_cannot_follow_is_refused(history: list[dict[str, object]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Recording.from_history(history, expandable_segments=False)
