@@ -23,39 +23,31 @@ from finetune.forecast import gpus, operator_costs
 NONE = MemorySection()
 
 
-def test_a_card_has_the_figures_of_the_table(subtests: pytest.Subtests) -> None:
-    for name in ["RTX 4090", "T4", "H100"]:
-        with subtests.test(name=name):
-            found, card = device.find(name, NONE), gpus.find(name)
-            assert (found.type, found.name) == ("cuda", name)
-            assert found.budget_bytes == card.total_bytes
-            assert found.capability == card.compute_capability
-            assert (found.flops, found.bandwidth_bytes) == (card.flops, card.bandwidth_bytes)
-            assert found.outside_bytes == operator_costs.context_bytes(card.multiprocessors)
-            assert found.workspace_bytes == operator_costs.workspace_bytes(card.compute_capability) > 0
+def test_a_card_has_the_figures_of_the_table() -> None:
+    for name in ("RTX 4090", "T4", "H100"):
+        found, card = device.find(name, NONE), gpus.find(name)
+        assert (found.type, found.name, found.budget_bytes) == ("cuda", name, card.total_bytes)
+        assert found.capability == card.compute_capability
+        assert (found.flops, found.bandwidth_bytes) == (card.flops, card.bandwidth_bytes)
+        assert found.outside_bytes == operator_costs.context_bytes(card.multiprocessors)
+        assert found.workspace_bytes == operator_costs.workspace_bytes(card.compute_capability) > 0
 
 
-def test_a_size_is_the_budget_with_the_speed_of_the_nearest_card(subtests: pytest.Subtests) -> None:
-    for text, gib in [("24GiB", 24), (" 16 GiB ", 16), ("7.5GiB", 7.5), ("81920MiB", 80)]:
-        with subtests.test(text=text):
-            found = device.find(text, NONE)
-            assert found.budget_bytes == gib * GIB
-            cards = [card for card in gpus.smallest_first() if card.compute_capability >= (8, 0)]
-            nearest = min(cards, key=lambda card: abs(card.total_bytes - gib * GIB))
-            assert nearest.name in found.name
-            assert text in found.name
-            assert found.flops == nearest.flops
+def test_a_size_is_the_budget_with_the_speed_of_the_nearest_card() -> None:
+    cards = [card for card in gpus.smallest_first() if card.compute_capability >= (8, 0)]
+    for text, gib in (("24GiB", 24), (" 16 GiB ", 16), ("7.5GiB", 7.5), ("81920MiB", 80)):
+        found = device.find(text, NONE)
+        nearest = min(cards, key=lambda card, gib=gib: abs(card.total_bytes - gib * GIB))
+        assert (found.budget_bytes, found.flops) == (gib * GIB, nearest.flops), text
+        assert nearest.name in found.name
+        assert text in found.name
 
 
-def test_an_unknown_gpu_is_refused_with_a_suggestion(subtests: pytest.Subtests) -> None:
-    for name, hint in [
-        ("RTX 4900", "RTX 4090"), ("H10", "H100"), ("24GB", "GiB"), ("GiB", None), ("", None), ("24", None),
-    ]:  # fmt: skip
-        with subtests.test(name=name, hint=hint):
-            with pytest.raises(ConfigError) as raised:
-                device.find(name, NONE)
-            assert hint is None or hint in str(raised.value)
-            assert "\n" not in str(raised.value).strip()
+def test_an_unknown_gpu_is_refused_with_a_suggestion() -> None:
+    for name, *hint in (("RTX 4900", "RTX 4090"), ("H10", "H100"), ("24GB", "GiB"), ("GiB",), ("",), ("24",)):
+        with refusal(ConfigError, *hint) as raised:
+            device.find(name, NONE)
+        assert "\n" not in str(raised.value).strip()
 
 
 def test_auto_without_a_card_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,15 +57,15 @@ def test_auto_without_a_card_says_what_to_give(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_budget_is_the_minimum_of_card_budget_and_limit() -> None:
-    def budget(name: str, **sizes: int) -> int:
-        return device.find(name, MemorySection(**sizes)).budget_bytes
-
     whole = device.find("T4", NONE).budget_bytes
-    assert budget("T4", budget=5 * GIB) == 5 * GIB
-    assert budget("T4", limit=6 * GIB) == 6 * GIB
-    assert budget("T4", budget=7 * GIB, limit=6 * GIB) == 6 * GIB
-    assert budget("T4", budget=100 * GIB) == whole
-    assert budget("24GiB", budget=8 * GIB) == 8 * GIB
+    for name, sizes, expected in (
+        ("T4", {"budget": 5 * GIB}, 5 * GIB),
+        ("T4", {"limit": 6 * GIB}, 6 * GIB),
+        ("T4", {"budget": 7 * GIB, "limit": 6 * GIB}, 6 * GIB),
+        ("T4", {"budget": 100 * GIB}, whole),
+        ("24GiB", {"budget": 8 * GIB}, 8 * GIB),
+    ):
+        assert device.find(name, MemorySection(**sizes)).budget_bytes == expected, (name, sizes)
 
 
 class Card:
@@ -112,21 +104,13 @@ def test_the_cap_lets_the_allocator_reserve_what_the_budget_leaves_it(total: int
 
 
 def test_a_cap_takes_the_context_off_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Card(monkeypatch, 24 * GIB, multiprocessors=100)
-    device.cap(8 * GIB, HERE)
-    assert card.allowed_bytes == 8 * GIB - 100 * 5 * 2**20
-    device.cap(None, HERE)
-    assert card.allowed_bytes == 24 * GIB
-    device.cap(100 * GIB, HERE)
-    assert card.allowed_bytes == 24 * GIB
-
-
-def test_a_limit_that_the_context_takes_alone_is_refused_by_cap_and_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    Card(monkeypatch, 24 * GIB, multiprocessors=100)
-    limit = 100 * 5 * 2**20
-    assert device.here(HERE, MemorySection(limit=limit)).room_bytes == 0
-    with refusal(OutOfMemoryError, "memory.limit", "MiB"):
+    card, context = Card(monkeypatch, 24 * GIB, multiprocessors=100), 100 * 5 * 2**20
+    for limit, allowed in ((8 * GIB, 8 * GIB - context), (None, 24 * GIB), (100 * GIB, 24 * GIB)):
         device.cap(limit, HERE)
+        assert card.allowed_bytes == allowed
+    assert device.here(HERE, MemorySection(limit=context)).room_bytes == 0
+    with refusal(OutOfMemoryError, "memory.limit", "MiB"):
+        device.cap(context, HERE)
 
 
 def test_a_cpus_budget_is_available_memory_and_what_this_process_holds() -> None:
