@@ -1,8 +1,12 @@
-"""Traces written by hand, and what is asked of any trace."""
+"""Traces written by hand, what is asked of any trace, and what the profiler sees."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Self
+
+import measured_step
+from torch.profiler import ProfilerActivity, profile
 
 from finetune.forecast.trace import Stretch, Trace, TracedBlock
 
@@ -51,3 +55,10 @@ def peaks(trace: Trace) -> dict[str, int]:
         live += sign * block.bytes
         found[stretch.phase] = max(found.get(stretch.phase, 0), live)
     return found
+
+
+def profiled(act: Callable[[], object]) -> list[int]:
+    """Bytes of every allocation of `act`, and below 0 of every free, in order, by the profiler; its result stays."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _result = act()
+    return [event.size_bytes for event in measured_step._events(profiler) if event.size_bytes]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from traces import profiled
 
 from finetune.forecast import operator_costs
 
@@ -63,9 +64,6 @@ OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-BATCHED = [name for name, (operator, _) in OPERATORS.items() if operator is aten.bmm.default]
-
-
 def written(operator: Any, arguments: tuple[Any, ...]) -> dict[str, torch.Tensor]:
     """The result that an operator is given to write into, in the type that it computes in."""
     if not operator.name().endswith(".out"):
@@ -77,20 +75,8 @@ def written(operator: Any, arguments: tuple[Any, ...]) -> dict[str, torch.Tensor
 def scratch(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
     """Bytes of the peak within the real operator beyond what stays."""
     operator(*arguments, **named)  # what is made once is no part of it
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = operator(*arguments, **named)
-    found, pending = [], list(profiler.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        pending += event.children
-        if event.tag.name == "Allocation":
-            found.append((event.start_time_ns, len(found), event.typed[1].alloc_size))
-    live = peak = 0
-    for _, _, size in sorted(found):
-        live += size
-        peak = max(peak, live)
-    del result
-    return peak - live
+    live = [0, *itertools.accumulate(profiled(lambda: operator(*arguments, **named)))]
+    return max(live) - live[-1]
 
 
 def assert_forecast(operator: Any, arguments: tuple[Any, ...], packed: torch.Tensor) -> None:
@@ -104,11 +90,10 @@ def assert_forecast(operator: Any, arguments: tuple[Any, ...], packed: torch.Ten
         assert forecast == pytest.approx(real, abs=SLACK_BYTES)
 
 
-def test_the_scratch_of_a_cpu_kernel_is_what_the_real_one_allocates(subtests: pytest.Subtests) -> None:
-    for name in OPERATORS:
-        with subtests.test(name=name):
-            operator, arguments = OPERATORS[name]
-            assert_forecast(operator, arguments, arguments[-1] if name in BATCHED else torch.empty(0))
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_scratch_of_a_cpu_kernel_is_what_the_real_one_allocates(name: str) -> None:
+    operator, arguments = OPERATORS[name]
+    assert_forecast(operator, arguments, arguments[-1] if operator is aten.bmm.default else torch.empty(0))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -120,16 +105,13 @@ def test_the_scratch_of_a_norm_in_float32_is_a_copy_of_what_is_in_16_bit(dtype: 
     assert forecast == (4 * 512 * 512 if dtype is BF16 else 0)
 
 
-def test_the_scratch_of_attentions_backward_pass_is_what_the_real_one_allocates(subtests: pytest.Subtests) -> None:
-    for tokens in [128, 512, 1024]:
-        for dtype in [BF16, FP32]:
-            with subtests.test(tokens=tokens, dtype=dtype):
-                query = heads(tokens, dtype=dtype)
-                out, lse = flash(query, query, query, 0.0, True)
-                for gradient in (
-                    torch.randn_like(query),
-                    torch.randn(query.shape).to(dtype),
-                ):  # the second lies otherwise
-                    operator = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-                    arguments = (gradient, query, query, query, out, lse, 0.0, True)
-                    assert_forecast(operator, arguments, query)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("tokens", [128, 512, 1024])
+def test_the_scratch_of_attentions_backward_pass_is_what_the_real_one_allocates(
+    tokens: int, dtype: torch.dtype
+) -> None:
+    query = heads(tokens, dtype=dtype)
+    out, lse = flash(query, query, query, 0.0, True)
+    for gradient in (torch.randn_like(query), torch.randn(query.shape).to(dtype)):  # the second lies otherwise
+        arguments = (gradient, query, query, query, out, lse, 0.0, True)
+        assert_forecast(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, arguments, query)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import collections
 from pathlib import Path
 
-import measured_step
 import pytest
 import torch
 from accelerate import Accelerator
 from children import Children, connect
-from torch.profiler import ProfilerActivity, profile
+from traces import profiled
 
 from finetune.forecast import operator_costs
 
@@ -23,14 +22,17 @@ def train(store: str) -> dict[int, int]:
     model = torch.nn.Sequential(*(torch.nn.Linear(300, 300, bias=False) for _ in range(100)))
     model[0].requires_grad_(False)
     rows = torch.ones(1, 300)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def steps() -> object:
         shared = accelerator.prepare(model)
         for _ in range(3):
             shared.zero_grad()
             shared(rows).sum().backward()
+        return shared
+
     left: collections.Counter[int] = collections.Counter()
-    for event in measured_step._events(profiler):
-        left[abs(event.size_bytes)] += 1 if event.size_bytes > 0 else -1
+    for size_bytes in profiled(steps):
+        left[abs(size_bytes)] += 1 if size_bytes > 0 else -1
     accelerator.end_training()
     return left
 
