@@ -64,52 +64,47 @@ JOBS: dict[str, tuple[str, list[str]]] = {
     "nf4 on conversations": ("messages", []),
     "nf4, all turns learnt, linear schedule": ("messages", ["data.loss_on=all", "training.schedule=linear"]),
     "nf4 without double quantization, packed": (
-        "prompt_completion",
-        ["quantization.double=false", "data.packing=true", "memory.checkpointing=none"],
+        "prompt_completion", ["quantization.double=false", "data.packing=true", "memory.checkpointing=none"],
     ),
     "packed by tokens": (
-        "sharegpt",
-        ["training.precision=bf16", "data.packing=true", "training.micro_batch_tokens=256"],
+        "sharegpt", ["training.precision=bf16", "data.packing=true", "training.micro_batch_tokens=256"],
     ),
     "batches by tokens": ("alpaca", ["training.micro_batch_tokens=256", "memory.checkpointing=every-2"]),
     "fp4 with weight-decomposed adapters": (
-        "alpaca",
-        ["training.precision=bf16", "quantization.kind=fp4", "adapter.dora=true"],
+        "alpaca", ["training.precision=bf16", "quantization.kind=fp4", "adapter.dora=true"],
     ),
     "int8 with dropout": ("preference", ["quantization.kind=int8", "adapter.dropout=0.1"]),
     "16-bit base, rank-stabilised, fused AdamW": (
-        "prompt_completion",
-        [
-            "quantization.kind=none",
-            "training.precision=bf16",
-            "adapter.rslora=true",
+        "prompt_completion", [
+            "quantization.kind=none", "training.precision=bf16", "adapter.rslora=true",
             "optimizer.kind=adamw_torch_fused",
         ],
     ),
     "fp32 base from principal singular values": (
-        "text",
-        ["quantization.kind=none", "training.precision=fp32", "adapter.init=pissa", "optimizer.kind=adamw_32bit"],
+        "text", [
+            "quantization.kind=none", "training.precision=fp32", "adapter.init=pissa", "optimizer.kind=adamw_32bit",
+        ],
     ),
     "every weight trained": (
-        "text",
-        ["quantization.kind=none", "adapter.kind=none", "training.learning_rate=1e-4", "memory.checkpointing=none"],
+        "text", [
+            "quantization.kind=none", "adapter.kind=none", "training.learning_rate=1e-4", "memory.checkpointing=none",
+        ],
     ),
     "token ids, gradients not clipped": ("tokenized", ["training.max_grad_norm=0"]),
     "last norm trained whole": ("text", ["adapter.extra_modules=[norm]", "adapter.targets=[q_proj, v_proj]"]),
     "bf16 adapter, Lion": (
-        "sharegpt",
-        ["training.precision=bf16", "adapter.dtype=bfloat16", "optimizer.kind=lion_8bit"],
+        "sharegpt", ["training.precision=bf16", "adapter.dtype=bfloat16", "optimizer.kind=lion_8bit"],
     ),
     "Adafactor with weight decay": (
-        "tokenized",
-        ["optimizer.kind=adafactor", "optimizer.weight_decay=0.1", "training.group_by_length=false"],
+        "tokenized", ["optimizer.kind=adafactor", "optimizer.weight_decay=0.1", "training.group_by_length=false"],
     ),
     "SGD in small tiles of the loss": ("messages", ["optimizer.kind=sgd", "memory.loss_tokens=32"]),
     "AdEMAMix, rows split": (
-        "text",
-        ["optimizer.kind=ademamix_8bit", "data.too_long=split", "data.max_length=48", "training.schedule=constant"],
+        "text", [
+            "optimizer.kind=ademamix_8bit", "data.too_long=split", "data.max_length=48", "training.schedule=constant",
+        ],
     ),
-}
+}  # fmt: skip
 # The same for jobs with `kernels.fused: auto`, in float32, beside the losses of PEFT's modules. FAMILY stands
 # for the folder of a base of another family, which has norms of queries and keys, and joint heads of keys.
 FAMILY = {
@@ -120,14 +115,16 @@ FAMILY = {
 FUSED: dict[str, tuple[str, list[str]]] = {
     "nf4 on conversations": ("messages", []),
     "base not quantized, packed": (
-        "prompt_completion",
-        ["quantization.kind=none", "data.packing=true", "memory.checkpointing=none", "optimizer.kind=adamw_32bit"],
+        "prompt_completion", [
+            "quantization.kind=none", "data.packing=true", "memory.checkpointing=none", "optimizer.kind=adamw_32bit",
+        ],
     ),
     "another family, random weights": (
-        "sharegpt",
-        ["model.name=FAMILY", "model.weights=random", "model.tokenizer=builtin:tiny-llama", "memory.loss_tokens=64"],
+        "sharegpt", [
+            "model.name=FAMILY", "model.weights=random", "model.tokenizer=builtin:tiny-llama", "memory.loss_tokens=64",
+        ],
     ),
-}
+}  # fmt: skip
 RESUMED = "nf4, resumed after three steps"
 _RESUMED_AFTER = 3
 

@@ -22,14 +22,10 @@ from jobs import sampled
 
 # What is pinned and not here is compared by the long tests.
 OFTEN = (
-    "nf4 without double quantization, packed", "batches by tokens", "int8 with dropout", "every weight trained",
-    "AdEMAMix, rows split", RESUMED,
+    "nf4 without double quantization, packed", "int8 with dropout", "every weight trained", "AdEMAMix, rows split",
 )  # fmt: skip
-OFTEN_FUSED = ("nf4 on conversations", "another family, random weights")
-OFTEN_PLANNED = (
-    "tiny, packed", "tiny, every weight", "tiny, DoRA", "tiny on a card, everything auto", "tiny here, fused",
-    "7B, fused",
-)  # fmt: skip
+OFTEN_FUSED = ("another family, random weights",)
+OFTEN_PLANNED = ("tiny, packed", "tiny, every weight", "tiny on a card, everything auto", "7B, fused")
 _PINNED = json.loads(TRAJECTORIES.read_text())
 _FUSED = json.loads(FUSED_TRAJECTORIES.read_text())
 _FORECASTS = json.loads(FORECASTS.read_text())
