@@ -71,15 +71,14 @@ def test_a_level_reaches_as_far_as_it_fits_and_takes_few_forecasts(budget: int) 
 
 def test_a_level_that_saves_little_is_left_out() -> None:
     """It is one that few micro-batches are short enough for, or none that another is not."""
-    budget = math.ceil((FIXED + 1000) / (1 - SPARE))
-    assert [each.level for each in Job(budget).find("none", "keep-both", "keep-attention")] == [
-        "none",
-        "keep-attention",
-    ]
-    assert [each.level for each in Job(budget).find("none", lengths=[LONGEST])] == []
-    assert [each.level for each in Job(budget).find("none", lengths=[10] + [LONGEST] * 100)] == []
-    long = [900] * 90 + [LONGEST] * 10
-    assert [each.level for each in Job(budget).find("none", "keep-attention", lengths=long)] == ["keep-attention"]
+    budget, long = math.ceil((FIXED + 1000) / (1 - SPARE)), [900] * 90 + [LONGEST] * 10
+    for levels, lengths, expected in (
+        (["none", "keep-both", "keep-attention"], SHORT, ["none", "keep-attention"]),
+        (["none"], [LONGEST], []),
+        (["none"], [10] + [LONGEST] * 100, []),
+        (["none", "keep-attention"], long, ["keep-attention"]),
+    ):
+        assert [each.level for each in Job(budget).find(*levels, lengths=lengths)] == expected
 
 
 def test_the_forecast_memory_is_the_maximum_over_lengths() -> None:
@@ -158,23 +157,19 @@ def test_each_reach_of_a_small_model_fits_and_the_next_length_does_not(
     written = planning.fit(planner.job)
     assert (written.config, written.forecast) == (config, fitted.forecast), "its config says it for all lengths"
 
-    def is_alone(**changes: object) -> bool:
+    def is_alone(of: Planner, **changes: object) -> bool:
         """Whether the longest decides for all."""
-        other = dataclasses.replace(
-            fitted, config=config.changed({key.replace("__", "."): value for key, value in changes.items()})
-        )
-        return planner.by_length(other) is other
+        changed = config.changed({key.replace("__", "."): value for key, value in changes.items()})
+        other = dataclasses.replace(fitted, config=changed)
+        return of.by_length(other) is other
 
-    assert is_alone(data__packing=True)
-    assert is_alone(training__micro_batch_tokens=300)
-    assert is_alone(memory__offload="checkpoints")
-    assert is_alone(kernels__compile="layers")
-    assert is_alone(distributed__kind="deepspeed")
-    assert is_alone(distributed__context=2)
-    planner = dataclasses.replace(planner, gpus=2)
-    assert is_alone(distributed__kind="fsdp")
-    planner = dataclasses.replace(planner, gpus=1, data=None)
-    assert is_alone(), "every row counts as the longest"
+    for changes in (
+        {"data__packing": True}, {"training__micro_batch_tokens": 300}, {"memory__offload": "checkpoints"},
+        {"kernels__compile": "layers"}, {"distributed__kind": "deepspeed"}, {"distributed__context": 2},
+    ):  # fmt: skip
+        assert is_alone(planner, **changes), changes
+    assert is_alone(dataclasses.replace(planner, gpus=2), distributed__kind="fsdp")
+    assert is_alone(dataclasses.replace(planner, data=None)), "every row counts as the longest"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,13 @@ from finetune.model.recompute.checkpointing import LEVELS, ladder, pattern
 LAYERS = 12
 DIVISORS = (16, 8, 4, 2, 1)
 JOB = Config().changed({"training.micro_batch": "auto", "memory.checkpointing": "auto", "training.batch_size": 16})
+
+
+@functools.cache
+def steps_of(*levels: str) -> list[list[str]]:
+    """The levels of all layers with two of `levels`."""
+    steps = {str(step): step for pair in itertools.combinations(levels, 2) for step in ladder(pair, LAYERS)}
+    return [list(pattern(step, LAYERS)) for step in steps.values()]
 
 
 @dataclass
@@ -66,7 +74,11 @@ class Job:
 
     def cost(self, batch_size: int, rows: int, checkpointing: Any, offload: str, tile: int) -> tuple[int, float]:
         """MiB and seconds of a setting."""
-        levels = pattern(checkpointing, LAYERS)
+        return self.cost_of_layers(batch_size, rows, pattern(checkpointing, LAYERS), offload, tile)
+
+    def cost_of_layers(
+        self, batch_size: int, rows: int, levels: Sequence[str], offload: str, tile: int
+    ) -> tuple[int, float]:
         checkpointed = LAYERS - levels.count("none")
         attention, products = self.kept
         both = (attention[0] + products[0], attention[1] + products[1])
@@ -84,11 +96,13 @@ class Job:
         """Seconds of the fastest setting that fits of those with two of the levels; with inputs on the host only where
         none fits without.
         """
-        steps = {str(step): step for pair in itertools.combinations(levels, 2) for step in ladder(pair, LAYERS)}
+        steps = steps_of(*levels)
         for offload in ("none", "checkpoints") if self.type == "cuda" else ("none",):
-            allowed = [step for step in steps.values() if (offload, step) != ("checkpoints", "none")]
+            allowed = [step for step in steps if offload == "none" or set(step) != {"none"}]
             settings = itertools.product([16], DIVISORS, allowed, [offload], (4096, 512))
-            found = [seconds for needed, seconds in itertools.starmap(self.cost, settings) if needed <= self.budget]
+            found = [
+                seconds for needed, seconds in itertools.starmap(self.cost_of_layers, settings) if needed <= self.budget
+            ]
             if found:
                 return min(found)
         return None
@@ -106,22 +120,21 @@ BUDGETS = [
 
 
 @pytest.mark.slow
-def test_the_search_finds_the_best_of_all_settings_with_few_forecasts(subtests: pytest.Subtests) -> None:
-    for reading in [0.5, 20.0, 500.0]:
-        for budget in BUDGETS:
-            with subtests.test(reading=reading, budget=budget):
-                job = Job(budget, reading=reading)
-                expected, whole_layers = job.best(), job.best(("none", "all"))
-                assert expected is not None
-                assert whole_layers is not None
-                found = job.fit()
-                # Two levels that are not next to each other may come closer to the budget, by less than a layer.
-                assert expected <= found.forecast.seconds <= expected + 16 * job.recompute
-                assert found.forecast.seconds <= whole_layers
-                assert found.forecast.fits
-                assert found.forecast == job.forecast(found.config), "the forecast is that of the config"
-                assert found.tried == len({config.model_dump_json() for config in job.asked[:-1]}) == len(job.asked) - 1
-                assert found.tried <= 40, "of more than a thousand settings"
+@pytest.mark.parametrize("reading", [0.5, 20.0, 500.0])
+def test_the_search_finds_the_best_of_all_settings_with_few_forecasts(reading: float) -> None:
+    for budget in BUDGETS:
+        job = Job(budget, reading=reading)
+        expected, whole_layers = job.best(), job.best(("none", "all"))
+        assert expected is not None
+        assert whole_layers is not None
+        found = job.fit()
+        # Two levels that are not next to each other may come closer to the budget, by less than a layer.
+        assert expected <= found.forecast.seconds <= expected + 16 * job.recompute, budget
+        assert found.forecast.seconds <= whole_layers, budget
+        assert found.forecast.fits, budget
+        assert found.forecast == job.forecast(found.config), "the forecast is that of the config"
+        assert found.tried == len({config.model_dump_json() for config in job.asked[:-1]}) == len(job.asked) - 1
+        assert found.tried <= 40, "of more than a thousand settings"
 
 
 @pytest.mark.slow
@@ -152,18 +165,14 @@ def test_the_global_batch_and_all_that_is_not_chosen_stay() -> None:
     assert 12 % found.training.rows == 0
 
 
-def test_what_is_fixed_is_not_chosen(subtests: pytest.Subtests) -> None:
-    for rows, checkpointing in [(4, None), (None, "all"), (2, "every-2"), (None, 3)]:
-        with subtests.test(rows=rows):
-            job = Job(1900)
-            found = job.fit(rows=rows, checkpointing=checkpointing).config
-            assert found.training.rows == (rows or found.training.rows)
-            assert found.memory.checkpointing == (checkpointing or found.memory.checkpointing)
-            assert all(rows in (None, asked.training.rows) for asked in job.asked)
-            assert checkpointing is None or {asked.memory.checkpointing for asked in job.asked} <= {
-                checkpointing,
-                "all",
-            }
+@pytest.mark.parametrize(("rows", "checkpointing"), [(4, None), (None, "all"), (2, "every-2"), (None, 3)])
+def test_what_is_fixed_is_not_chosen(rows: int | None, checkpointing: Any) -> None:
+    job = Job(1900)
+    found = job.fit(rows=rows, checkpointing=checkpointing).config
+    assert found.training.rows == (rows or found.training.rows)
+    assert found.memory.checkpointing == (checkpointing or found.memory.checkpointing)
+    assert all(rows in (None, asked.training.rows) for asked in job.asked)
+    assert checkpointing is None or {asked.memory.checkpointing for asked in job.asked} <= {checkpointing, "all"}
 
 
 def test_a_share_of_the_budget_is_not_spent_on_speed_unless_nothing_fits_so() -> None:
@@ -185,16 +194,15 @@ def test_with_one_layer_keeping_more_it_would_not_fit() -> None:
 
 
 def test_a_level_that_saves_little_for_its_bytes_is_left_out() -> None:
-    def ladder_of(*needed: tuple[float, float]) -> list[str]:
-        made = [forecasts.forecast(peak_reserved_bytes=int(size * MIB), seconds=seconds) for size, seconds in needed]
-        return fitting.worth_their_bytes(dict(zip(LEVELS, made, strict=True)))
-
-    assert ladder_of((100, 10), (60, 11), (50, 12), (20, 18), (10, 21)) == [*LEVELS]
-    assert ladder_of((100, 10), (60, 11), (50, 12), (20, 22), (10, 21)) == ["none", "keep-both", "keep-products", "all"]
-    assert ladder_of((100, 10), (90, 15), (50, 14), (20, 18), (10, 21)) == ["none", "keep-products", "keep-attention",
-                                                                           "all"]  # fmt: skip
-    assert ladder_of((100, 10), (100, 10), (10, 21), (10, 21), (10, 21)) == ["none", "all"]
-    assert ladder_of(*[(100, 10)] * 5) == ["none", "all"]
+    for sizes, expected in (
+        ([(100, 10), (60, 11), (50, 12), (20, 18), (10, 21)], [*LEVELS]),
+        ([(100, 10), (60, 11), (50, 12), (20, 22), (10, 21)], ["none", "keep-both", "keep-products", "all"]),
+        ([(100, 10), (90, 15), (50, 14), (20, 18), (10, 21)], ["none", "keep-products", "keep-attention", "all"]),
+        ([(100, 10), (100, 10), (10, 21), (10, 21), (10, 21)], ["none", "all"]),
+        ([(100, 10)] * 5, ["none", "all"]),
+    ):
+        made = [forecasts.forecast(peak_reserved_bytes=size * MIB, seconds=seconds) for size, seconds in sizes]
+        assert fitting.worth_their_bytes(dict(zip(LEVELS, made, strict=True))) == expected
 
 
 def test_inputs_go_to_the_host_only_where_nothing_else_fits() -> None:
@@ -261,15 +269,11 @@ def test_the_speed_up_is_over_the_best_that_checkpoints_everything() -> None:
     assert found.everything.seconds == min(forecast.seconds for forecast in whole if forecast.fits)
     assert found.speed_up == pytest.approx(found.everything.seconds / found.forecast.seconds)
     assert found.speed_up > 1
-
-
-def test_a_fit_as_json() -> None:
-    found = Job(4000).fit().as_dict()
-    assert set(found["chosen"]) == {
-        "training.micro_batch", "memory.checkpointing", "memory.offload", "memory.loss_tokens",
-    }  # fmt: skip
-    assert found["forecast"]["fits"] is True
-    assert found["predicted_speed_up"] > 1
+    written = found.as_dict()
+    keys = {"training.micro_batch", "memory.checkpointing", "memory.offload", "memory.loss_tokens"}
+    assert set(written["chosen"]) == keys
+    assert written["forecast"]["fits"] is True
+    assert written["predicted_speed_up"] > 1
 
 
 def test_a_comment_stands_beside_each_value_that_was_chosen_and_changes_no_value() -> None:
@@ -307,13 +311,13 @@ def test_the_largest_value_that_fits_is_found_exactly(
         assert fitting.largest(forecast, start, grain, most) == min(bound // grain, max(1, most // grain)) * grain
 
 
-def test_the_largest_value_is_found_where_memory_grows_quadratically(subtests: pytest.Subtests) -> None:
-    for bound in [0, 1, 63, 64, 65, 1000, 4096, 20_000]:
-        for start in [64, 1024, 8192]:
-            with subtests.test(bound=bound, start=start):
-                forecast = needing(lambda length: 10**9 + 10**5 * length + 100 * length**2,
-                                   budget=10**9 + 10**5 * bound + 100 * bound**2)  # fmt: skip
-                assert fitting.largest(forecast, start, 64, 10**9) == bound // 64 * 64
+@pytest.mark.parametrize("bound", [0, 1, 63, 64, 65, 1000, 4096, 20_000])
+def test_the_largest_value_is_found_where_memory_grows_quadratically(bound: int) -> None:
+    def needed(length: int) -> int:
+        return 10**9 + 10**5 * length + 100 * length**2
+
+    for start in (64, 1024, 8192):
+        assert fitting.largest(needing(needed, budget=needed(bound)), start, 64, 10**9) == bound // 64 * 64
 
 
 def test_each_limit_is_found_with_the_other_values_unchanged() -> None:

@@ -125,6 +125,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             "precision": "bf16",
         },
         "memory": {"checkpointing": "auto" if chosen else "all"},
+        "adapter": {"targets": ["q_proj"]},
         "output": {"dir": str(folder / "run")},
     }  # fmt: skip
     return request.param, finetune.load_config(sections)
