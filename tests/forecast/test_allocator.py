@@ -231,7 +231,6 @@ def fitting(allocator: CachingAllocator, size_bytes: int) -> list[Span]:
 def check_failure(allocator: CachingAllocator, size_bytes: int) -> None:
     """Nothing was left that the driver could have taken back or given."""
     block = block_bytes(size_bytes)
-    assert allocator.capacity_bytes is not None
     if allocator.expandable_segments:
         page = SMALL_SEGMENT_BYTES if block <= SMALL_BYTES else LARGE_SEGMENT_BYTES
         needed = -(-block // page) * page

@@ -22,7 +22,6 @@ IMAGES = "upsample"
 def names(macro: str) -> set[str]:
     """The operators that torch's header lists under a policy."""
     body = re.search(rf"#define {macro}\(_\)(.*?)\n\n", HEADER.read_text(), re.DOTALL)
-    assert body
     listed = re.findall(r"_\(([^()]+)\)", body[1])
     return {".".join(part.strip() for part in name.split(",")) for name in listed}
 
@@ -76,7 +75,5 @@ def test_gradients_flow_through_the_casts() -> None:
     (plain.float() ** 3).sum().backward()
     with autocast.as_on_cuda(), torch.autocast("cpu", torch.bfloat16):
         (ours**3).sum().backward()
-    assert plain.grad is not None
-    assert ours.grad is not None
     assert torch.equal(ours.grad, plain.grad)
     assert ours.grad.dtype is torch.bfloat16

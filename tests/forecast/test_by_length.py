@@ -151,7 +151,6 @@ def test_each_reach_of_a_small_model_fits_and_the_next_length_does_not(
         ]
         assert fits == [True, False], each
     settled, chosen = planner.resolve()
-    assert chosen is not None
     assert (settled, chosen.forecast) == (config, found)
     monkeypatch.setattr(planning, "_free_planner", lambda *given: planner)
     written = planning.fit(planner.job)

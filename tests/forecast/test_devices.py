@@ -150,7 +150,6 @@ def test_a_control_group_and_those_above_it_lower_what_a_cpu_has(tmp_path: Path)
 def test_the_smallest_card_that_fits_holds_its_own_context_too() -> None:
     for needed in (GIB, 11 * GIB, 23 * GIB, 70 * GIB):
         found = device.smallest_fitting(needed)
-        assert found is not None
         assert needed + found.outside_bytes <= found.budget_bytes
         smaller = [card for card in gpus.smallest_first() if card.total_bytes < found.budget_bytes]
         assert all(needed + operator_costs.context_bytes(card.multiprocessors) > card.total_bytes for card in smaller)

@@ -47,10 +47,11 @@ def job(**changes: Any) -> Config:
 
 
 @functools.cache
-def made(ranks: int, card: str | None = None, layers: int = 1, **changes: Any) -> Forecast:
-    """The forecast of a rank on a card, or on a CPU."""
-    device = tiny_models.card(card) if card else tiny_models.cpu()
-    return Planner(job(**changes), tiny_models.architecture(layers=layers), device, None, ranks).forecast()
+def made(ranks: int, card: str | None = None, words: int = 256, **changes: Any) -> Forecast:
+    """The forecast of a rank with a model of one layer on a card, or on a CPU."""
+    device, model = tiny_models.card(card) if card else tiny_models.cpu(), tiny_models.architecture(layers=1)
+    model.vocab_size = words
+    return Planner(job(**changes), model, device, None, ranks).forecast()
 
 
 @pytest.mark.slow
@@ -61,14 +62,13 @@ def made(ranks: int, card: str | None = None, layers: int = 1, **changes: Any) -
         pytest.param({**PLAIN, "distributed__stage": "gradients"}, marks=pytest.mark.long, id="gradients"),
         pytest.param({**FULL, "training__batch_size": 16}, id="every weight, accumulated"),
         pytest.param({**ZERO, "distributed__stage": "gradients"}, marks=pytest.mark.long, id="gradients under ZeRO"),
-        pytest.param({**ZERO, **PLAIN}, id="weights under ZeRO"),
+        pytest.param({**ZERO, **PLAIN, "adapter__targets": ["q_proj"]}, id="weights under ZeRO"),
     ],
 )
 def test_extrapolated_layers_take_what_traced_ones_take(changes: dict[str, Any]) -> None:
-    layers = 6  # the fewest of which one is left out
+    model = tiny_models.architecture(layers=6)  # the fewest of which one is left out
     shortened, traced = (
-        tiny_models.trace(job(**changes), tiny_models.architecture(layers=layers), world_size=4, **given)
-        for given in ({}, {"shortening": whole})
+        tiny_models.trace(job(**changes), model, world_size=4, **given) for given in ({}, {"shortening": whole})
     )
     assert peaks(shortened) == peaks(traced)
     assert len(shortened.blocks) == len(traced.blocks)
@@ -290,7 +290,7 @@ def test_each_stage_of_zero_shards_and_sends_what_it_says() -> None:
 
 @pytest.mark.slow
 def test_zero_offloads_to_the_host_and_to_a_disk() -> None:
-    plain, host = (zero("weights", 2, CARD, layers=4, distributed__offload=where) for where in ("none", "cpu"))
+    plain, host = (zero("weights", 2, CARD, words=8192, distributed__offload=where) for where in ("none", "cpu"))
     assert host.needed_bytes < plain.needed_bytes
     assert host.host_bytes > plain.host_bytes
     assert host.copied_bytes > plain.copied_bytes == 0
@@ -299,9 +299,9 @@ def test_zero_offloads_to_the_host_and_to_a_disk() -> None:
 @pytest.mark.slow
 def test_the_time_of_a_disk_is_its_bytes_over_its_bandwidth() -> None:
     """Weights, two states and gradients, in float32, each read and written once a step; norms are too small for it."""
-    disk = zero("weights", 1, CARD, layers=6, distributed__offload="nvme", distributed__nvme_path="/tmp")
-    memory = zero("weights", 1, CARD, layers=6, distributed__offload="cpu")
-    trained = zero("optimizer", 1, layers=6).categories["adapter"]
+    disk = zero("weights", 1, CARD, words=8192, distributed__offload="nvme", distributed__nvme_path="/tmp")
+    memory = zero("weights", 1, CARD, words=8192, distributed__offload="cpu")
+    trained = zero("optimizer", 1, words=8192).categories["adapter"]
     assert 0.99 * 4 * trained < disk.swapped_bytes < 4 * trained
     assert disk.seconds - memory.seconds == pytest.approx(disk.swapped_bytes * (1 / 7e9 + 1 / 5e9), rel=0.01)
     assert disk.as_dict()["sharding"]["offload"] == "nvme"

@@ -63,7 +63,6 @@ def test_what_routing_changes_is_planned_as_a_range(tmp_path: Path) -> None:
         ]  # fmt: skip
         found[name] = planning.plan(load_config(TINY, overrides), "RTX 4090").forecast
     evenly = found["dbrx"].evenly_routed_bytes
-    assert evenly is not None
     assert 2 * MIB <= found["dbrx"].needed_bytes - evenly <= 32 * MIB
     assert not found["mixtral"].routed
     assert "evenly_routed_bytes" not in found["mixtral"].as_dict()
@@ -72,7 +71,6 @@ def test_what_routing_changes_is_planned_as_a_range(tmp_path: Path) -> None:
 def test_the_batch_is_the_worst_that_the_data_can_give(quick: Quick) -> None:
     config = quick("training.batch_size=4", "training.micro_batch=4")
     planner = planning.planner_for(config, "cpu")
-    assert planner.data is not None
     lengths, trained = planner.data.train["length"], planner.data.train["trained"]
     [train], held_out = planner._largest_batches(config)
     assert (train.rows, train.tokens, train.padded) == (4, max(lengths), True)
@@ -108,7 +106,6 @@ def test_micro_batches_by_tokens_are_forecast_at_the_larger_of_the_two_that_can_
     monkeypatch.setattr(Planner, "_forecast", forecast)
     config = quick("training.micro_batch_tokens=70", "training.batch_size=8", "data.eval=none", *SMALL)
     planner = planning.planner_for(config, "cpu")
-    assert planner.data is not None
     batches, _ = planner._largest_batches(config)
     assert max(batch.tokens for batch in batches) == max(planner.data.train["length"])
     found = planner.forecast()
@@ -142,7 +139,7 @@ def too_small(rows_file: Path, shallow_base: Path) -> Plan:
     overrides = [
         f"model.name={shallow_base}", f"data.train={rows_file}", "data.eval=none", "data.max_length=64",
         "adapter.rank=8", "training.micro_batch=4", "memory.budget=1MiB", "memory.checkpointing=none",
-        "memory.loss_tokens=512", "output.dir=unused", *SMALL,
+        "memory.loss_tokens=512", "output.dir=unused", SMALL[0],
     ]  # fmt: skip
     return planning.plan(load_config(TINY, overrides), "RTX 4090")
 
