@@ -309,19 +309,19 @@ def entry(action: str, address: int, size: int, stream: int = 0) -> dict[str, ob
 
 
 HISTORY = [
-    entry("segment_alloc", 0x1000000, 20 * MIB),
-    entry("alloc", 0x1000000, 5 * MIB - 1),
-    entry("segment_alloc", 0x8000000, 30 * MIB),
-    entry("alloc", 0x8000000, 30 * MIB),
-    entry("free_requested", 0x8000000, 30 * MIB),
-    entry("free_completed", 0x8000000, 30 * MIB),
-    entry("snapshot", 0, 0),
-    entry("segment_free", 0x8000000, 30 * MIB),
-    entry("segment_alloc", 0x8000000, 40 * MIB),
-    entry("alloc", 0x8000000, 39 * MIB),
-    entry("free_requested", 0x1000000, 5 * MIB - 1),
-    entry("free_completed", 0x1000000, 5 * MIB - 1),
-]
+    entry("segment_alloc", 0x1000000, 20 * MIB), entry("alloc", 0x1000000, 5 * MIB - 1),
+    entry("segment_alloc", 0x8000000, 30 * MIB), entry("alloc", 0x8000000, 30 * MIB),
+    entry("free_requested", 0x8000000, 30 * MIB), entry("free_completed", 0x8000000, 30 * MIB),
+    entry("snapshot", 0, 0), entry("segment_free", 0x8000000, 30 * MIB),
+    entry("segment_alloc", 0x8000000, 40 * MIB), entry("alloc", 0x8000000, 39 * MIB),
+    entry("free_requested", 0x1000000, 5 * MIB - 1), entry("free_completed", 0x1000000, 5 * MIB - 1),
+]  # fmt: skip
+MAPPED = [
+    entry("segment_map", 0x1000000, 40 * MIB), entry("alloc", 0x1000000, 25 * MIB),
+    entry("free_completed", 0x1000000, 25 * MIB), entry("segment_unmap", 0x1000000, 20 * MIB),
+    entry("segment_unmap", 0x1000000 + 20 * MIB, 20 * MIB), entry("segment_map", 0x1000000, 2 * MIB),
+    entry("alloc", 0x1000000, 9),
+]  # fmt: skip
 
 
 def test_a_history_becomes_a_recording_and_is_replayed() -> None:
@@ -330,27 +330,12 @@ def test_a_history_becomes_a_recording_and_is_replayed() -> None:
     assert Recording.from_json(recording.to_json()) == recording
     # 39 of a segment of 40 MiB: the last one is no block of its own.
     assert replay(recording) == (Peaks(45 * MIB, 60 * MIB), Peaks(45 * MIB, 60 * MIB))
-
-
-def test_an_expandable_history_sums_the_mapped_pages() -> None:
-    history = [
-        entry("segment_map", 0x1000000, 40 * MIB),
-        entry("alloc", 0x1000000, 25 * MIB),
-        entry("free_completed", 0x1000000, 25 * MIB),
-        entry("segment_unmap", 0x1000000, 20 * MIB),
-        entry("segment_unmap", 0x1000000 + 20 * MIB, 20 * MIB),
-        entry("segment_map", 0x1000000, 2 * MIB),
-        entry("alloc", 0x1000000, 9),
-    ]
-    recording = Recording.from_history(history, expandable_segments=True)
+    recording = Recording.from_history(MAPPED, expandable_segments=True)
     assert recording.events == (25 * MIB, -1, RELEASE, 9)
-    assert replay(recording) == (Peaks(25 * MIB, 40 * MIB), Peaks(None, 40 * MIB))
-
-
-def test_the_recorded_peak_is_the_histories_and_not_the_models() -> None:
-    history = [entry("segment_alloc", 0x1000000, 4 * GIB), entry("alloc", 0x1000000, 512)]
-    found = replay(Recording.from_history(history, expandable_segments=False))
-    assert found == (Peaks(512, 2 * MIB), Peaks(None, 4 * GIB))
+    assert replay(recording) == (Peaks(25 * MIB, 40 * MIB), Peaks(None, 40 * MIB)), "the mapped pages"
+    larger = [entry("segment_alloc", 0x1000000, 4 * GIB), entry("alloc", 0x1000000, 512)]
+    found = replay(Recording.from_history(larger, expandable_segments=False))
+    assert found == (Peaks(512, 2 * MIB), Peaks(None, 4 * GIB)), "what was recorded is not the model's"
 
 
 @pytest.mark.parametrize(
