@@ -142,6 +142,18 @@ def made(
     return loop, asked
 
 
+def run(loop: Loop) -> None:
+    """With the signals of this process handled as in a training."""
+    with loop.signals, loop.signals.waiting():
+        loop.run(None)
+
+
+def ran(**job: Any) -> tuple[Loop, Asked]:
+    loop, asked = made(**job)
+    run(loop)
+    return loop, asked
+
+
 def step(number: int) -> list[str]:
     return [f"pass {number}", "nothing is being written", "update", f"step {number}"]
 
@@ -150,29 +162,22 @@ def step(number: int) -> list[str]:
 
 
 def test_a_run_evaluates_at_both_ends_saves_its_last_step_and_leaves_both_out_of_the_next_steps_time() -> None:
-    loop, asked = made(total=3, evaluate_every=2)
-    loop.run(None)
+    _, asked = ran(total=3, evaluate_every=2)
     assert asked.notes == [
         "started at 0", *EVALUATION, *step(1), *step(2), *EVALUATION, *step(3), *EVALUATION, "saved 3", "clock",
         "ended",
     ]  # fmt: skip
 
 
-def test_without_an_evaluation_set_it_only_trains_and_saves() -> None:
-    loop, asked = made(total=2, evaluate_every=1, evaluates=False)
-    loop.run(None)
+def test_without_an_evaluation_set_it_trains_and_saves_as_often_as_asked_and_at_its_end() -> None:
+    _, asked = ran(total=2, evaluate_every=1, evaluates=False)
     assert asked.notes == ["started at 0", *step(1), *step(2), "saved 2", "clock", "ended"]
-
-
-def test_it_saves_as_often_as_asked_and_at_its_end() -> None:
-    loop, asked = made(total=5, save_every=2, evaluates=False)
-    loop.run(None)
+    _, asked = ran(total=5, save_every=2, evaluates=False)
     assert asked.of("saved", "clock") == ["saved 2", "clock", "saved 4", "clock", "saved 5", "clock"]
 
 
 def test_an_epoch_takes_each_row_once_and_the_next_one_in_another_order() -> None:
-    loop, asked = made(total=2 * IN_EPOCH + 3, evaluates=False)
-    loop.run(None)
+    loop, asked = ran(total=2 * IN_EPOCH + 3, evaluates=False)
     order = [row for _, rows in asked.passes for _, row in rows]
     assert sorted(order[:8]) == sorted(order[8:16]) == list(range(8))
     assert order[:8] != order[8:16]
@@ -180,10 +185,10 @@ def test_an_epoch_takes_each_row_once_and_the_next_one_in_another_order() -> Non
     assert (loop.progress.step, loop.progress.updates, loop.progress.epoch) == (11, 11, 2.75)
 
 
-def test_a_step_reports_the_rate_of_the_first_group_with_which_it_was_taken() -> None:
-    loop, asked = made(total=3, evaluates=False)
-    loop.run(None)
+def test_a_step_reports_the_rate_of_the_first_group_with_which_it_was_taken_and_frees_its_gradients() -> None:
+    loop, asked = ran(total=3, evaluates=False)
     assert [rate for _, rate, _ in asked.lines] == pytest.approx([0.1, 0.1 / 2, 0.1 / 3])
+    assert all(weight.grad is None for weight in loop.step.trained())
 
 
 def test_a_step_reports_its_loss_per_trained_token_the_norm_of_its_gradients_and_its_tokens() -> None:
@@ -221,12 +226,6 @@ def test_what_a_micro_batch_recomputes_is_chosen_by_its_tokens_before_its_pass()
     assert asked.of("of", "pass") == ["of 2 tokens", "pass 1", "of 2 tokens", "pass 2"]
 
 
-def test_gradients_are_freed_after_a_step_and_not_only_zeroed() -> None:
-    loop, _ = made(total=1)
-    loop.run(None)
-    assert all(weight.grad is None for weight in loop.step.trained())
-
-
 def test_a_step_whose_gradients_are_not_finite_is_counted_and_changes_neither_weights_nor_rate() -> None:
     loop, asked = made(total=2)
     loop.step.model.weight.register_hook(lambda gradient: gradient * math.nan)
@@ -241,39 +240,30 @@ def test_a_step_whose_gradients_are_not_finite_is_counted_and_changes_neither_we
 # -- evaluations -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("save_best", "saved"), [(True, ["saved 1", "saved 3", "saved 4"]), (False, ["saved 4"])])
-def test_an_evaluation_with_the_lowest_loss_so_far_is_saved_where_that_is_asked(
-    save_best: bool, saved: list[str]
-) -> None:
+def test_an_evaluation_with_the_lowest_loss_so_far_is_saved_where_that_is_asked() -> None:
     """The one before training is not among them: that model needs no checkpoint."""
-    loop, asked = made(total=4, evaluate_every=1, save_best=save_best, losses=[0.5, 3.0, 4.0, 2.0, 2.0])
-    loop.run(None)
-    assert asked.of("saved") == saved
-    assert (loop.progress.best_step, loop.progress.best_loss) == (3, 2.0)
+    for save_best, saved in ((True, ["saved 1", "saved 3", "saved 4"]), (False, ["saved 4"])):
+        loop, asked = ran(total=4, evaluate_every=1, save_best=save_best, losses=[0.5, 3.0, 4.0, 2.0, 2.0])
+        assert asked.of("saved") == saved
+        assert (loop.progress.best_step, loop.progress.best_loss) == (3, 2.0)
 
 
 def test_a_run_whose_loss_no_longer_falls_is_saved_and_ends() -> None:
-    loop, asked = made(total=9, evaluate_every=1, patience=2, losses=[9.0, 3.0, 4.0, 2.0, 2.0, 2.0])
-    loop.run(None)
+    loop, asked = ran(total=9, evaluate_every=1, patience=2, losses=[9.0, 3.0, 4.0, 2.0, 2.0, 2.0])
     assert loop.progress.step == 5
     assert asked.notes[-3:] == ["saved 5", "clock", "ended"]
 
 
-@pytest.mark.parametrize(
-    ("done", "without_gain", "patience", "stopped", "over"),
-    [(2, 1, 2, False, False), (2, 2, 2, True, True), (2, 9, None, False, False), (3, 0, 2, False, True)],
-)
-def test_a_run_is_over_at_its_last_step_or_when_it_stopped_early(
-    done: int, without_gain: int, patience: int | None, stopped: bool, over: bool
-) -> None:
-    loop, _ = made(progress=Progress(done, without_gain=without_gain), total=3, patience=patience)
-    assert loop.stopped_early is stopped
-    assert loop.is_over is over
+def test_a_run_is_over_at_its_last_step_or_when_it_stopped_early() -> None:
+    for done, without_gain, patience, stopped, over in (
+        (2, 1, 2, False, False), (2, 2, 2, True, True), (2, 9, None, False, False), (3, 0, 2, False, True),
+    ):  # fmt: skip
+        loop, _ = made(progress=Progress(done, without_gain=without_gain), total=3, patience=patience)
+        assert (loop.stopped_early, loop.is_over) == (stopped, over)
 
 
 def test_an_evaluation_without_a_loss_is_neither_recorded_nor_the_best() -> None:
-    loop, asked = made(total=2, evaluate_every=1, save_best=True, losses=[None, None, 2.0])
-    loop.run(None)
+    loop, asked = ran(total=2, evaluate_every=1, save_best=True, losses=[None, None, 2.0])
     assert asked.of("loss", "saved") == ["loss 2.0", "saved 2"]
     assert (loop.progress.best_step, loop.progress.without_gain) == (2, 0)
 
@@ -332,26 +322,18 @@ def test_a_run_that_its_postponed_evaluation_ends_takes_no_step(tmp_path: Path) 
 # -- signals -----------------------------------------------------------------------------------------------------------
 
 
-def run(loop: Loop, folder: Path | None = None) -> None:
-    """With the signals of this process handled as in a training."""
-    with loop.signals, loop.signals.waiting():
-        loop.run(folder)
-
-
 def terminate() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_signal_ends_a_run_with_its_step_saved() -> None:
-    loop, asked = made(total=9, acts={"pass 2": terminate})
-    run(loop)
+    loop, asked = ran(total=9, acts={"pass 2": terminate})
     assert asked.notes == ["started at 0", *EVALUATION, *step(1), *step(2), "saved 2", "clock", "ended"]
     assert not loop.progress.owes_evaluation
 
 
 def test_a_checkpoint_that_a_signal_asks_for_is_saved_and_training_goes_on() -> None:
-    loop, asked = made(evaluates=False, acts={"pass 2": lambda: signal.raise_signal(signal.SIGUSR1)})
-    run(loop)
+    _, asked = ran(evaluates=False, acts={"pass 2": lambda: signal.raise_signal(signal.SIGUSR1)})
     assert asked.of("saved") == ["saved 2", "saved 3"]
 
 
@@ -377,8 +359,7 @@ def test_a_signal_before_the_loss_is_known_saves_the_step_and_postpones_its_eval
 
 
 def test_a_signal_once_the_loss_is_known_ends_the_run_with_that_evaluation_counted() -> None:
-    loop, asked = made(total=9, evaluate_every=1, acts={"loss 2.0": terminate}, losses=[4.0, 3.0, 2.0])
-    run(loop)
+    loop, asked = ran(total=9, evaluate_every=1, acts={"loss 2.0": terminate}, losses=[4.0, 3.0, 2.0])
     assert asked.notes[-6:] == ["evaluation", "loss 2.0", "clock", "saved 2", "clock", "ended"]
     assert loop.progress.best_step == 2
     assert not loop.progress.owes_evaluation
@@ -468,8 +449,7 @@ def test_two_ranks_with_the_same_rows_report_the_loss_of_one_and_twice_its_token
 
 def test_a_signal_to_another_rank_ends_the_run_and_postpones_the_evaluation(other_rank: list) -> None:
     other_rank[:] = [(False, "SIGTERM", False)]
-    loop, asked = made(total=9, evaluate_every=1, world_size=2)
-    run(loop)
+    loop, asked = ran(total=9, evaluate_every=1, world_size=2)
     assert asked.notes == ["started at 0", *EVALUATION, *step(1), "saved 1", "clock", "ended"]
     assert loop.signals.name == "SIGTERM"
     assert loop.progress.owes_evaluation
@@ -488,15 +468,13 @@ def test_a_signal_while_ranks_tell_each_other_of_theirs_counts_at_the_next_step(
         return [value, *other_rank]
 
     monkeypatch.setattr(ranks, "gathered", gathered)
-    loop, asked = made(total=9, evaluates=False, world_size=2)
-    run(loop)
+    _, asked = ran(total=9, evaluates=False, world_size=2)
     assert asked.of("saved") == ["saved 2"]
 
 
 def test_another_rank_may_ask_for_a_checkpoint(other_rank: list) -> None:
     other_rank[:] = [(True, None, False)]
-    loop, asked = made(total=2, evaluates=False, world_size=2)
-    run(loop)
+    _, asked = ran(total=2, evaluates=False, world_size=2)
     assert asked.of("saved") == ["saved 1", "saved 2"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import adapter_weights, sampled, save_base
+from jobs import adapter_weights, metric, save_base
 from messages import refusal, reported
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -38,16 +38,9 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Path:
     return save_base(model, folder, tiny_base)
 
 
-JOB = ["quantization.kind=none", "training.precision=fp32", "training.learning_rate=5e-3", "training.eval_every=4"]
+JOB = ["quantization.kind=none", "training.precision=fp32", "training.learning_rate=5e-3", "training.max_steps=2",
+       "training.eval_every=2"]  # fmt: skip
 PISSA = ["adapter.init=pissa", "adapter.rank=4", *JOB]
-
-
-def loaded(run: RunDirectory) -> Any:
-    return AutoModelForCausalLM.from_pretrained(run.config().model.name, dtype=torch.float32)
-
-
-def eval_loss(run: RunDirectory) -> float:
-    return [line["eval_loss"] for line in run.metrics() if "eval_loss" in line][-1]
 
 
 @pytest.mark.slow
@@ -55,12 +48,12 @@ def eval_loss(run: RunDirectory) -> float:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["adapter.dora=true", "adapter.extra_modules=[norm]", "adapter.ranks={q_proj: 2}"],
-        ["adapter.rslora=true", "adapter.ranks={q_proj: 2, up_proj: 8}"],
+        ["adapter.dora=true", "adapter.rslora=true", "adapter.extra_modules=[norm]",
+         "adapter.ranks={q_proj: 2, up_proj: 8}"],
         ["deepseek", "adapter.expert_rank=0", "adapter.extra_modules=[norm, embed_tokens]"],
     ],
-    ids=" ".join,
-)
+    ids=["dora and rslora", "deepseek"],
+)  # fmt: skip
 def test_pissa_is_published_with_every_tensor_that_was_trained(
     quick: Any, overrides: list[str], deepseek: Path
 ) -> None:
@@ -78,9 +71,10 @@ def test_pissa_is_published_with_every_tensor_that_was_trained(
             assert torch.equal(found[name], tensor)
     # The same model: that which was evaluated while training is the plain base with this adapter.
     losses = finetune.evaluate(run).losses
-    assert losses["adapter"] == pytest.approx(eval_loss(run), rel=1e-4)
+    assert losses["adapter"] == pytest.approx(metric(run, "eval_loss")[-1], rel=1e-4)
     assert losses["adapter"] != pytest.approx(losses["base"], rel=1e-3)
-    alone = adapter_files.weights(PeftModel.from_pretrained(loaded(run), str(run.adapter)))
+    base = AutoModelForCausalLM.from_pretrained(run.config().model.name, dtype=torch.float32)
+    alone = adapter_files.weights(PeftModel.from_pretrained(base, str(run.adapter)))
     assert alone.keys() == found.keys()
     assert all(torch.equal(alone[name], found[name]) for name in found)
 
@@ -97,13 +91,34 @@ def older(run: RunDirectory) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", sampled(["deepseek", "dora"], "deepseek"))
-def test_a_finished_run_publishes_its_adapter_again_if_it_is_not_the_trained_one(
-    which: str, quick: Any, deepseek: Path, capsys: pytest.CaptureFixture
+def test_an_adapter_that_peft_reads_otherwise_is_not_published_and_one_of_earlier_versions_is_published_again(
+    quick: Any, deepseek: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    config = quick(*JOB, *([f"model.name={deepseek}"] if which == "deepseek" else ["adapter.dora=true"]))
-    run = finetune.train(config).run
+    config = quick(*JOB, f"model.name={deepseek}")
+    with monkeypatch.context() as patch:
+        patch.setattr(plain_peft, "mistaken", lambda base, layers: [])
+        with refusal(ConfigError, "deepseek_v3"):
+            finetune.train(config)
+        assert not Path(config.output.dir).exists(), "refused before there is a run"
+        patch.setattr(published, "check", lambda base, skeleton, section: None)
+        with refusal(ArtifactError, "base_model"):
+            finetune.train(config)
+    run = RunDirectory(config.output.dir)
+    assert not run.finished
+    assert not run.adapter.exists()
+    assert finetune.train(config).run.finished
+    assert_published_again(config, run, capsys)
+
+
+@pytest.mark.long
+def test_an_adapter_without_its_magnitudes_is_published_again(quick: Any, capsys: pytest.CaptureFixture) -> None:
+    config = quick(*JOB, "adapter.dora=true")
+    assert_published_again(config, finetune.train(config).run, capsys)
+
+
+def assert_published_again(config: Any, run: RunDirectory, capsys: pytest.CaptureFixture) -> None:
     before, settings = adapter_weights(run), (run.adapter / "adapter_config.json").read_bytes()
+    assert before.keys() == load_file(run.complete_checkpoints()[-1] / "adapter_model.safetensors").keys()
     lines = run.metrics_file.read_bytes()
     finetune.train(config)
     assert [event["event"] for event in run.events()].count("finished") == 1, "all is well: nothing is done"
@@ -122,33 +137,13 @@ def test_a_finished_run_publishes_its_adapter_again_if_it_is_not_the_trained_one
 
 
 @pytest.mark.slow
-def test_an_adapter_that_peft_reads_otherwise_is_not_published(
-    quick: Any, deepseek: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = quick(*JOB, f"model.name={deepseek}")
-    with monkeypatch.context() as patch:
-        patch.setattr(plain_peft, "mistaken", lambda base, layers: [])
-        with refusal(ConfigError, "deepseek_v3"):
-            finetune.train(config)
-        assert not Path(config.output.dir).exists(), "refused before there is a run"
-        patch.setattr(published, "check", lambda base, skeleton, section: None)
-        with refusal(ArtifactError, "base_model"):
-            finetune.train(config)
-    run = RunDirectory(config.output.dir)
-    assert not run.finished
-    assert not run.adapter.exists()
-    assert finetune.train(config).run.finished
-    assert adapter_weights(run).keys() == load_file(run.complete_checkpoints()[-1] / "adapter_model.safetensors").keys()
-
-
-@pytest.mark.slow
 def test_a_proof_for_which_memory_is_missing_does_not_blame_the_adapter(
     quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("unable to mmap: Cannot allocate memory (os error 12)")
 
-    config = quick("training.max_steps=1", "data.eval=none", "training.eval_every=null", *JOB[:3])
+    config = quick(*JOB[:3], "training.max_steps=1", "data.eval=none", "training.eval_every=null")
     with monkeypatch.context() as patched:
         patched.setattr(PeftModel, "from_pretrained", full)
         with refusal(OutOfMemoryError, "out of memory while adapter/ was loaded") as refused:
@@ -169,7 +164,8 @@ def test_the_adapter_is_published_although_the_base_is_gone_since_it_was_loaded(
         shutil.rmtree(base, ignore_errors=True)
 
     run = finetune.train(
-        quick(f"model.name={base}", "data.eval=none", "training.eval_every=null"), callbacks=[take_away]
+        quick(f"model.name={base}", "training.max_steps=1", "data.eval=none", "training.eval_every=null"),
+        callbacks=[take_away],
     ).run
     assert run.finished
     assert not base.exists()
