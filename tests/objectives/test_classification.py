@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import in_fp32, metric, same_adapter, sampled, write_rows
+from jobs import in_fp32, metric, same_adapter, write_rows
 from messages import refusal
+from objective_jobs import copied, eight_rows, quick_in, whole_and_split
 from peft import PeftModel
-from steps import assert_gradients_close, forecast_that_held, gradients, micro_batches, ready, stopped_and_resumed
+from steps import forecast_that_held, ready, stopped_and_resumed
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -40,11 +41,23 @@ def rows(number: int) -> list[dict[str, Any]]:
 @pytest.fixture
 def job(tmp_path: Path, quick):
     """A function from overrides to a classifier of three colours, in fp32."""
-    file = write_rows(tmp_path / "rows.jsonl", rows(48))
+    return of_colours(quick, tmp_path)
+
+
+def of_colours(quick: Any, folder: Path) -> Any:
+    file = write_rows(folder / "rows.jsonl", rows(48))
     return in_fp32(quick, file, "training.objective=classification", "data.max_length=64")
 
 
 LEARNING = ["training.max_steps=8", "training.batch_size=8", "training.learning_rate=0.003"]
+PACKED = [*LEARNING, "training.eval_every=4", "data.packing=true"]
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory, shallow_base: Path) -> RunDirectory:
+    """A finished run on packed rows. Do not write to it."""
+    folder = tmp_path_factory.mktemp("learned")
+    return finetune.train(of_colours(quick_in(folder, shallow_base), folder)(*PACKED)).run
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -87,27 +100,13 @@ def test_a_row_has_the_tokens_that_the_tokenizer_or_its_template_gives_whoever_a
     assert found["label"][:] == [1, 0, 1, 0, 2]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"text": "a"}, "rows.jsonl:3: `label` is missing"),
-        ({"text": "a", "label": None}, "rows.jsonl:3: `label` is missing"),
-        ({"text": "a", "label": ""}, "rows.jsonl:3: `label` is missing"),
-        ({"text": "a", "label": True}, "rows.jsonl:3: `label` must be the name or the number of a class, not a bool"),
-        ({"text": "a", "label": 0.5}, "rows.jsonl:3: `label` must be the name .* not a number with a fraction"),
-        (
-            {"text": "a", "label": ["red"]},
-            "rows.jsonl:3: `label` must be the name or the number of a class, not a list",
-        ),
-        ({"label": "red"}, "rows.jsonl:3: `text` is missing"),
-        ({"text": 3, "label": "red"}, "rows.jsonl:3: `text` must be text"),
-        ({"messages": [], "label": "red"}, "rows.jsonl:3: `messages` must be a list"),
-    ],
-)
-def test_a_row_that_is_wrong_is_named(job, tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
-    file = write_rows(tmp_path / "rows.jsonl", [*rows(2), wrong])
-    with pytest.raises(DataError, match=message):
-        finetune.train(job(f"data.train={file}"))
+def test_a_row_that_is_wrong_is_named(job, tmp_path: Path) -> None:
+    wrong = [{"text": "a", "label": label} for label in (None, "", True, 0.5, ["red"])]
+    wrong += [{"text": "a"}, {"label": "red"}, {"text": 3, "label": "red"}, {"messages": [], "label": "red"}]
+    for row, key in zip(wrong, ("label",) * 6 + ("text", "text", "messages"), strict=True):
+        file = write_rows(tmp_path / "wrong.jsonl", [*rows(2), row])
+        with refusal(DataError, "wrong.jsonl:3", f"`{key}`"):
+            finetune.train(job(f"data.train={file}"))
 
 
 def test_a_class_that_no_training_row_has_and_a_single_one_are_refused(job, tmp_path: Path) -> None:
@@ -121,59 +120,55 @@ def test_a_class_that_no_training_row_has_and_a_single_one_are_refused(job, tmp_
             finetune.plan(job(f"data.labels={labels}"), "cpu")
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ["adapter.kind=none"], ["adapter.init=pissa"], ["distributed.kind=fsdp"], ["memory.loss_tokens=64"],
-        ["data.loss_on=last"], ["data.separator=x"], ["preference.beta=0.1"], ["model.labels=[red, blue]"],
-         ["training.objective=supervised", "data.labels=[red, blue]"],
-    ],
-)  # fmt: skip
-def test_what_a_classifier_does_not_have_is_refused(job, keys: list[str]) -> None:
-    with pytest.raises(ConfigError, match=keys[-1].partition("=")[0]):
-        job(*keys)
-
-
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packing", ["false", "true"])
-def test_the_gradient_is_that_of_transformers_classifier_however_the_step_is_split(job, packing: str) -> None:
-    loop = ready(job("training.batch_size=8", "training.micro_batch=8", "data.eval=none", f"data.packing={packing}"))
-    content = [loop.steps.rows[number] for number in range(8)]
-    (whole,) = micro_batches(loop, range(8), 8)
-    loss, expected = gradients(loop, [whole])
+def test_the_gradient_is_that_of_transformers_classifier_however_the_step_is_split(
+    job, tmp_path: Path, packing: str
+) -> None:
+    """With rows of one token, which are trained and measured like others."""
+    texts = [*("abcd"[n] for n in range(4)), *(row["text"] for row in rows(4))]
+    content = [{"text": text, "label": COLOURS[n % 3]} for n, text in enumerate(texts)]
+    keys = [f"data.{name}={write_rows(tmp_path / f'{name}.jsonl', content)}" for name in ("train", "eval")]
+    config = job(*keys, "training.batch_size=8", "training.micro_batch=8", f"data.packing={packing}")
+    loop = ready(config)
+    kept = eight_rows(loop)
+    assert sorted(len(row["input_ids"]) for row in kept)[:5] == [1, 1, 1, 1, len(kept[4]["input_ids"])]
+    loss, _ = whole_and_split(loop, rel=1e-5)
     model = loop.step.model.get_base_model()
     own = type(model).__mro__[1].forward  # transformers' LlamaForSequenceClassification
     with torch.no_grad():
-        scores = torch.cat([own(model, input_ids=torch.tensor([each["input_ids"]])).logits for each in content])
-    labels = torch.tensor([int(each["label"]) for each in content])
-    assert loss == pytest.approx(float(cross_entropy(scores, labels)), rel=1e-5)
-    for size in (3, 1):
-        again, found = gradients(loop, micro_batches(loop, range(8), size))
-        assert again == pytest.approx(loss, rel=1e-5)
-        assert_gradients_close(found, expected)
+        scores = torch.cat([own(model, input_ids=torch.tensor([row["input_ids"]])).logits for row in kept])
+    labels = torch.tensor([int(row["label"]) for row in kept])
+    assert loss == pytest.approx(float(cross_entropy(scores, labels)), rel=1e-6)
+    config = with_classes(config)
+    assert prepare(config.data, load_tokenizer(config.model, config.data)).eval_counts.rows == 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", sampled(["false", "true"], "true"))
-def test_a_classifier_learns_as_forecast_and_resumes_to_the_same_bits(job, tmp_path: Path, packing: str) -> None:
-    keys = [*LEARNING, "training.eval_every=4", "memory.check=warn", f"data.packing={packing}"]
-    whole = finetune.train(job(*keys, run="whole")).run
-    losses = metric(whole, "loss")
+def test_a_classifier_learns_and_resumes_to_the_same_bits(job, learned: RunDirectory) -> None:
+    losses = metric(learned, "loss")
     assert losses[-1] < losses[0]
-    assert all(0 <= share <= 1 for share in metric(whole, "accuracy"))
-    forecast_that_held(whole)
-    if packing == "true":  # of padded rows test_steps.py shows it
-        halted = stopped_and_resumed(job(*keys, "memory.check=off", "output.save_every=4", run="halted"), 5)
-        assert same_adapter(whole, halted)
+    assert all(0 <= share <= 1 for share in metric(learned, "accuracy"))
+    halted = stopped_and_resumed(job(*PACKED, "output.save_every=4"), 5)
+    assert same_adapter(learned, halted)
+
+
+@pytest.mark.long
+def test_a_classifier_takes_the_memory_of_its_forecast(job) -> None:
+    for packing in ("false", "true"):
+        keys = ["training.max_steps=2", f"data.packing={packing}", "memory.check=warn"]
+        forecast_that_held(finetune.train(job(*keys, run=packing)).run)
 
 
 @pytest.mark.slow
-def test_transformers_and_peft_load_what_is_published_and_eval_says_what_they_would(job, call, tmp_path: Path) -> None:
-    config = job(*LEARNING, "output.merge=true")
-    finetune.train(config)
-    run = RunDirectory(tmp_path / "run")
+def test_transformers_and_peft_load_what_is_published_and_eval_says_what_they_would(
+    learned: RunDirectory, call, tmp_path: Path
+) -> None:
+    run = copied(learned, tmp_path)
+    config = run.config()
+    finetune.merge(run)
     saved = json.loads((run.adapter / "adapter_config.json").read_text())
     assert (saved["task_type"], saved["modules_to_save"]) == ("SEQ_CLS", ["score"])
     merged = AutoModelForSequenceClassification.from_pretrained(run.merged, dtype=torch.float32).eval()
@@ -233,7 +228,7 @@ def test_a_pipeline_scores_rows_at_once_as_one_by_one_where_the_padding_token_is
     content = [{"messages": [{"role": "user", "content": row.pop("text")}, answer], **row} for row in rows(40)]
     file = write_rows(tmp_path / "turns.jsonl", content)
     keys = [f"data.train={file}", f"model.tokenizer={tmp_path / 'tokenizer'}", "data.chat_template=mistral"]
-    finetune.train(job(*keys, *LEARNING, "output.merge=true"))
+    finetune.train(job(*keys, *LEARNING, "training.max_steps=4", "output.merge=true"))
     merged = RunDirectory(tmp_path / "run").merged
     scoring = pipeline("text-classification", str(merged), function_to_apply="none", top_k=None)
     assert scoring.model.config.pad_token_id == scoring.tokenizer.pad_token_id != tokenizer.eos_token_id
@@ -251,28 +246,6 @@ def test_a_pipeline_scores_rows_at_once_as_one_by_one_where_the_padding_token_is
     monkeypatch.setattr(sequence_head, "padding_for", lambda tokenizer, rows: tokenizer.eos_token_id)
     with refusal(ArtifactError, "other scores in transformers"):
         finetune.merge(tmp_path / "run")
-
-
-@pytest.mark.parametrize("packing", ["false", "true"])
-def test_rows_of_one_token_are_trained_and_measured_like_others(job, tmp_path: Path, packing: str) -> None:
-    content = [{"text": "abcdefgh"[number] * (1 + number // 6), "label": COLOURS[number % 3]} for number in range(8)]
-    file = write_rows(tmp_path / "short.jsonl", content)
-    keys = [f"data.train={file}", f"data.eval={write_rows(tmp_path / 'other.jsonl', content)}"]
-    loop = ready(job(*keys, "training.batch_size=8", "training.micro_batch=8", f"data.packing={packing}"))
-    kept = [loop.steps.rows[number] for number in range(8)]
-    assert sorted(len(row["input_ids"]) for row in kept)[:6] == [1] * 6
-    (whole,) = micro_batches(loop, range(8), 8)
-    loss, expected = gradients(loop, [whole])
-    model = loop.step.model.get_base_model()
-    own = type(model).__mro__[1].forward
-    with torch.no_grad():
-        scores = torch.cat([own(model, input_ids=torch.tensor([row["input_ids"]])).logits for row in kept])
-    assert loss == pytest.approx(float(cross_entropy(scores, torch.tensor([int(row["label"]) for row in kept]))))
-    again, found = gradients(loop, micro_batches(loop, range(8), 3))
-    assert again == pytest.approx(loss, rel=1e-5)
-    assert_gradients_close(found, expected)
-    config = with_classes(job(*keys))
-    assert prepare(config.data, load_tokenizer(config.model, config.data)).eval_counts.rows == 8
 
 
 def test_macro_f1_is_the_mean_over_the_classes_that_occur() -> None:

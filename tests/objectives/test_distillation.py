@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import EIGHT, in_fp32, metric, same_adapter, sampled, write_rows
-from steps import assert_gradients_close, forecast_that_held, gradients, micro_batches, ready, stopped_and_resumed
+from jobs import EIGHT, in_fp32, metric, sampled, write_rows
+from messages import refusal
+from objective_jobs import eight_rows, whole_and_split
+from steps import assert_gradients_close, forecast_that_held, gradients, micro_batches, ready
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 import finetune
 from finetune.data.prepare import prepare
-from finetune.errors import ConfigError, DataError
+from finetune.errors import DataError
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives.distillation import divergence
 from finetune.storage.rundir import RunDirectory
@@ -79,26 +81,21 @@ def by_whole_logits(model: Any, content: list[dict[str, Any]], nll_weight: float
 @pytest.mark.parametrize(
     "keys",
     [
-        ["data.packing=false"], ["data.packing=true"], ["kernels.fused=off", "memory.loss_tokens=8"],
-        ["preference.nll_weight=0.5"],
+        ["preference.nll_weight=0.5", "data.packing=true"], ["kernels.fused=off", "memory.loss_tokens=8"],
         ["adapter.kind=none", "training.learning_rate=1e-4"],
     ],
-    ids=["padded", "packed", "tiles", "labels", "whole"],
+    ids=["packed with labels", "tiles", "whole"],
 )  # fmt: skip
 def test_loss_and_gradient_are_those_of_the_whole_logits_however_the_step_is_split(job, keys: list[str]) -> None:
     loop = ready(job(*EIGHT, *keys))
-    content = [loop.steps.rows[number] for number in range(8)]
-    loss, found = gradients(loop, micro_batches(loop, range(8), 8))
+    content = eight_rows(loop)
+    loss, found = whole_and_split(loop, rel=1e-5)
     model, weight = loop.step.model, 0.5 if "nll" in keys[0] else 0
     total = by_whole_logits(model, content, weight) / sum(row["trained"] for row in content)
     total.backward()
     expected = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
     assert loss == pytest.approx(float(total.detach()), rel=1e-5)
     assert_gradients_close(found, expected)
-    for size in (3, 1):
-        again, parts = gradients(loop, micro_batches(loop, range(8), size))
-        assert again == pytest.approx(loss, rel=1e-5)
-        assert_gradients_close(parts, expected)
 
 
 def test_a_head_that_scales_and_caps_its_logits_has_the_same_divergence(job, tmp_path: Path) -> None:
@@ -111,7 +108,7 @@ def test_a_head_that_scales_and_caps_its_logits_has_the_same_divergence(job, tmp
     )  # fmt: skip
     model.save_pretrained(tmp_path / "capped")
     loop = ready(job(*EIGHT, f"model.name={tmp_path / 'capped'}", "model.tokenizer=builtin:tiny-llama"))
-    content = [loop.steps.rows[number] for number in range(8)]
+    content = eight_rows(loop)
     loss, _ = gradients(loop, micro_batches(loop, range(8), 8))
     with torch.no_grad():
         total = by_whole_logits(loop.step.model, content, 0)
@@ -134,19 +131,13 @@ def test_a_teacher_that_is_the_base_has_nothing_to_teach(job, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", sampled(["false", "true"], "false"))
-def test_a_teacher_is_learnt_from_as_forecast_and_a_run_resumes_to_the_same_bits(
-    job, tmp_path: Path, packing: str
-) -> None:
-    keys = ["training.max_steps=6", "training.eval_every=3", "memory.check=warn", f"data.packing={packing}",
-            "training.learning_rate=0.01"]  # fmt: skip
-    whole = finetune.train(job(*keys, run="whole")).run
-    evaluations = metric(whole, "eval_loss")
+def test_a_teacher_is_learnt_from_as_forecast(job, packing: str) -> None:
+    keys = ["training.max_steps=6", "training.eval_every=3", "training.learning_rate=0.01"]
+    run = finetune.train(job(*keys, "memory.check=warn", f"data.packing={packing}")).run
+    evaluations = metric(run, "eval_loss")
     assert evaluations[-1] < evaluations[0]
-    assert all(value > 0 for value in metric(whole, "cross_entropy"))
-    forecast_that_held(whole)
-    if packing == "true":  # of padded rows test_steps.py shows it
-        halted = stopped_and_resumed(job(*keys, "memory.check=off", "output.save_every=3", run="halted"), 4)
-        assert same_adapter(whole, halted)
+    assert all(value > 0 for value in metric(run, "cross_entropy"))
+    forecast_that_held(run)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -195,40 +186,28 @@ def test_a_row_that_is_cut_keeps_the_teacher_of_each_token(job, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("key", "change"),
     [
-        ({"teacher_ids": None}, "rows.jsonl:1: `teacher_ids` is missing"),
-        ({"teacher_logprobs": [[-1.0]] * 4}, "`teacher_logprobs` has 4 entries and `input_ids` has 5"),
-        ({"teacher_ids": [[], [], [20], [20], []]}, "`teacher_ids\\[4\\]` and .* of the same length"),
-        ({"teacher_ids": [[], [], [20], [20], [20.5]]}, "\\[4\\]: a teacher's token must be an id, not 20.5"),
-        ({"teacher_ids": [[], [], [20], [20], [-1]]}, "\\[4\\]: a teacher's token must be an id, not -1"),
-        ({"teacher_ids": [[], [], [20], [20], [10**6]]}, "the teacher has token 1000000, but the tokenizer has"),
-        ({"teacher_logprobs": [[], [], [-1.0], [-1.0], [0.5]]}, "\\[4\\]: the log-probability of token 20 must be"),
-        ({"teacher_logprobs": [[], [], [-1.0], [-1.0], [True]]}, "\\[4\\]: the log-probability of token 20 must be"),
-        ({"teacher_ids": [[], [], [2], [2], [7, 7]], "teacher_logprobs": [[], [], [-1], [-1], [-2, -2]]}, "7 is there"),
-        ({"teacher_ids": [[], [], [2], [2], [7, 8]], "teacher_logprobs": [[], [], [-1], [-1], [-0.1, 0]]}, "add up to"),
-        ({"labels": [5, 6, 7, 8, 9]}, "token 1 is trained and has no log-probabilities"),
-        ({"prompt_logprobs": [None, 3, None, None, None]}, "`prompt_logprobs\\[1\\]` must be an object"),
+        ("`teacher_ids`", {"teacher_ids": None}),
+        ("`teacher_logprobs` has 4", {"teacher_logprobs": [[-1.0]] * 4}),
+        ("`teacher_ids[4]`", {"teacher_ids": [[], [], [20], [20], []]}),
+        ("[4]", {"teacher_ids": [[], [], [20], [20], [20.5]]}),
+        ("[4]", {"teacher_ids": [[], [], [20], [20], [-1]]}),
+        ("1000000", {"teacher_ids": [[], [], [20], [20], [10**6]]}),
+        ("[4]", {"teacher_logprobs": [[], [], [-1.0], [-1.0], [0.5]]}),
+        ("[4]", {"teacher_logprobs": [[], [], [-1.0], [-1.0], [True]]}),
+        ("7", {"teacher_ids": [[], [], [2], [2], [7, 7]], "teacher_logprobs": [[], [], [-1], [-1], [-2, -2]]}),
+        ("add up", {"teacher_ids": [[], [], [2], [2], [7, 8]], "teacher_logprobs": [[], [], [-1], [-1], [-0.1, 0]]}),
+        ("token 1", {"labels": [5, 6, 7, 8, 9]}),
+        ("`prompt_logprobs[1]`", {"prompt_logprobs": [None, 3, None, None, None]}),
     ],
-)  # fmt: skip
-def test_a_row_that_is_wrong_is_named(job, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+)
+def test_a_row_that_is_wrong_is_named(job, tmp_path: Path, key: str, change: dict[str, Any]) -> None:
     row = {
         "input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, 7, 8, 9], "teacher_ids": [[], [], [20], [20], [20]],
         "teacher_logprobs": [[], [], [-1.0], [-1.0], [-1.0]],
     }  # fmt: skip
     file = write_rows(tmp_path / "rows.jsonl", [{**row, **change}])
     config = job(f"data.train={file}", "data.eval=none")
-    with pytest.raises(DataError, match=message):
+    with refusal(DataError, "rows.jsonl:1", key):
         prepare(config.data, load_tokenizer(config.model, config.data))
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ["distributed.kind=deepspeed"], ["data.loss_on=last"], ["preference.beta=0.1"],
-        ["training.objective=supervised", "data.teacher_tokens=8"],
-    ],
-)  # fmt: skip
-def test_what_distillation_does_not_have_is_refused(job, keys: list[str]) -> None:
-    with pytest.raises(ConfigError, match=keys[-1].partition("=")[0]):
-        job(*keys)

@@ -13,6 +13,7 @@ import yaml
 from datasets import Dataset
 from jobs import EIGHT, in_fp32, metric, mixture, sampled, write_rows
 from messages import refusal
+from objective_jobs import copied, eight_rows, pairs, quick_in, whole_and_split
 from peft import PeftModel, get_peft_model
 from steps import (
     assert_gradients_close,
@@ -22,39 +23,60 @@ from steps import (
     micro_batches,
     ready,
 )
-from test_two_segments import pairs
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import RewardConfig, RewardTrainer
 
 import finetune
-from finetune.data.encoded import segments_of
-from finetune.errors import ConfigError
+from finetune.data.encoded import RowLayout, segments_of
+from finetune.data.examples import Completion
+from finetune.data.fields import Fields
+from finetune.data.formats import FORMATS, RowFormat
+from finetune.data.prepare import prepare
+from finetune.errors import ConfigError, DataError
 from finetune.lifecycle import provenance
 from finetune.model import build
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
-from finetune.objectives import rewards, scored
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.objectives import OBJECTIVES, contract, rewards, scored
 from finetune.storage.rundir import RunDirectory
+from finetune.training.collator import row_count
 
 
 @pytest.fixture
 def job(tmp_path: Path, quick):
     """A function from overrides to a reward model on pairs with margins, in fp32."""
-    file = write_rows(tmp_path / "pairs.jsonl", pairs(24))
+    return of_rewards(quick, tmp_path)
+
+
+def of_rewards(quick: Any, folder: Path) -> Any:
+    file = write_rows(folder / "pairs.jsonl", pairs(24))
     return in_fp32(quick, file, "data.format=pairs_with_margin", "training.objective=reward", "data.max_length=64")
 
 
-@pytest.mark.parametrize("loss_on", ["assistant", "last"])
-def test_a_run_of_an_earlier_version_is_read_and_is_the_same_job(job, tmp_path: Path, loss_on: str) -> None:
+LEARNING = ["training.max_steps=6", "training.eval_every=3", "training.learning_rate=0.01"]
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory, shallow_base: Path) -> RunDirectory:
+    """A finished run on packed rows, forecast. Do not write to it."""
+    folder = tmp_path_factory.mktemp("learned")
+    return finetune.train(
+        of_rewards(quick_in(folder, shallow_base), folder)(*LEARNING, "memory.check=warn", "data.packing=true")
+    ).run
+
+
+def test_a_run_of_an_earlier_version_is_read_and_is_the_same_job(job, tmp_path: Path) -> None:
     config = job()
-    run = RunDirectory(tmp_path / "earlier")
-    run.path.mkdir()
-    run.config_file.write_text(yaml.safe_dump(config.changed({"data.loss_on": loss_on}).model_dump(mode="json")))
-    assert run.config().data.loss_on == loss_on
-    provenance.refuse_changes(config, run)
-    with refusal(ConfigError, "learning_rate"):
-        provenance.refuse_changes(config.changed({"training.learning_rate": 0.5}), run)
+    for loss_on in ("assistant", "last"):
+        run = RunDirectory(tmp_path / loss_on)
+        run.path.mkdir()
+        run.config_file.write_text(yaml.safe_dump(config.changed({"data.loss_on": loss_on}).model_dump(mode="json")))
+        assert run.config().data.loss_on == loss_on
+        provenance.refuse_changes(config, run)
+        with refusal(ConfigError, "learning_rate"):
+            provenance.refuse_changes(config.changed({"training.learning_rate": 0.5}), run)
 
 
 def test_the_loss_has_the_values_of_its_formula() -> None:
@@ -67,32 +89,14 @@ def test_the_loss_has_the_values_of_its_formula() -> None:
     assert of(2, -1, centering=0.01) == pytest.approx(math.log1p(math.exp(-3)) + 0.01, abs=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
-def test_the_gradient_is_that_of_transformers_classifier_however_the_step_is_split(job, packing: str) -> None:
-    loop = ready(job(*EIGHT, "preference.reward_centering=0.01", f"data.packing={packing}"))
-    rows = [loop.steps.rows[number] for number in range(8)]
-    (whole,) = micro_batches(loop, range(8), 8)
-    loss, expected = gradients(loop, [whole])
-    model = loop.step.model.get_base_model()
-    own = type(model).__mro__[1].forward  # transformers' LlamaForSequenceClassification
-    losses = []
-    with torch.no_grad():
-        for each in rows:
-            scores = [float(own(model, input_ids=torch.tensor([one.input_ids])).logits) for one in segments_of(each)]
-            losses.append(float(rewards.loss_of_pairs(*map(torch.tensor, scores), each["margin"], 0.01)))
-    assert loss == pytest.approx(sum(losses) / 8, rel=1e-5)
-    for size in (3, 1):
-        again, found = gradients(loop, micro_batches(loop, range(8), size))
-        assert again == pytest.approx(loss, rel=1e-6)
-        assert_gradients_close(found, expected, within=1e-6)
-
-
-def test_loss_and_gradients_are_those_of_trls_trainer(job, tmp_path: Path, shallow_base: Path) -> None:
-    loop = ready(job(*EIGHT, "preference.reward_centering=0.01", "kernels.fused=off"))
+def test_loss_and_gradients_are_those_of_trls_trainer_however_the_step_is_split(
+    job, tmp_path: Path, shallow_base: Path, packing: str
+) -> None:
+    loop = ready(job(*EIGHT, "preference.reward_centering=0.01", "kernels.fused=off", f"data.packing={packing}"))
     rows = [
         {"chosen_ids": chosen.input_ids, "rejected_ids": rejected.input_ids, "margin": row["margin"]}
-        for row in (loop.steps.rows[number] for number in range(8))
+        for row in eight_rows(loop)
         for chosen, rejected in [segments_of(row)]
     ]
     base = AutoModelForSequenceClassification.from_pretrained(shallow_base, num_labels=1, dtype=torch.float32)
@@ -103,21 +107,17 @@ def test_loss_and_gradients_are_those_of_trls_trainer(job, tmp_path: Path, shall
         train_dataset=Dataset.from_list(rows), processing_class=AutoTokenizer.from_pretrained(shallow_base),
     )  # fmt: skip
     expected_loss, expected = gradients_of_trainer(trainer, loop, rows)
-    loss, found = gradients(loop, micro_batches(loop, range(8), 8))
+    loss, found = whole_and_split(loop, within=1e-6)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert_gradients_close(found, expected, within=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", sampled(["false", "true"], "true"))
-def test_a_reward_model_learns_as_forecast(job, packing: str) -> None:
-    keys = ["training.max_steps=6", "training.eval_every=3", "memory.check=warn", "output.merge=false",
-            f"data.packing={packing}", "training.learning_rate=0.01"]  # fmt: skip
-    whole = finetune.train(job(*keys)).run
-    losses = metric(whole, "loss")
+def test_a_reward_model_learns_as_forecast(learned: RunDirectory) -> None:
+    losses = metric(learned, "loss")
     assert losses[-1] < losses[0]
-    assert metric(whole, "rewards_accuracies")[-1] == 1
-    forecast_that_held(whole)
+    assert metric(learned, "rewards_accuracies")[-1] == 1
+    forecast_that_held(learned)
 
 
 def scores(model: Any, rows: list[list[int]]) -> list[float]:
@@ -128,12 +128,15 @@ def scores(model: Any, rows: list[list[int]]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", sampled(["none", "nf4"], "none"))
-def test_transformers_and_peft_load_what_is_published_with_equal_scores(job, tmp_path: Path, quantization: str) -> None:
-    config = job(
-        "training.max_steps=4", "output.merge=true", f"quantization.kind={quantization}", "training.learning_rate=0.01"
-    )
-    finetune.train(config)
-    run = RunDirectory(tmp_path / "run")
+def test_transformers_and_peft_load_what_is_published_with_equal_scores(
+    job, learned: RunDirectory, tmp_path: Path, quantization: str
+) -> None:
+    if quantization == "none":
+        run = copied(learned, tmp_path)
+    else:
+        run = finetune.train(job(*LEARNING, f"quantization.kind={quantization}")).run
+    finetune.merge(run)
+    config = run.config()
     record = json.loads((run.merged / "merge.json").read_text())
     assert record["error"] <= record["bound"]
     assert record["kept"] > 0.9
@@ -161,25 +164,25 @@ def test_transformers_and_peft_load_what_is_published_with_equal_scores(job, tmp
 
 
 @pytest.mark.slow
-def test_eval_compares_held_out_pairs_with_the_rule_that_the_longer_answer_wins(job, call, tmp_path: Path) -> None:
-    finetune.train(job("training.max_steps=4", "training.learning_rate=0.01"))
-    scored = {one["name"]: one for one in finetune.evaluate(tmp_path / "run").record["measures"]}
+def test_eval_compares_held_out_pairs_with_the_rule_that_the_longer_answer_wins(
+    learned: RunDirectory, call, tmp_path: Path
+) -> None:
+    run = copied(learned, tmp_path)
+    scored = {one["name"]: one for one in finetune.evaluate(run).record["measures"]}
     assert scored["accuracy"]["models"]["adapter"]["value"] == 1
     assert scored["accuracy"]["models"]["base"]["value"] == 0, "equal scores are no win"
     assert scored["pair loss"]["models"]["adapter"]["value"] < scored["pair loss"]["models"]["base"]["value"]
     assert scored["the longer answer is the chosen one"]["rows"] == 3
     for command in (["chat"], ["generate", "--prompt", "a"], ["export", "--to", "gguf"], ["eval", "--metric", "exact"]):
-        code, _, err = call(*command[:1], tmp_path / "run", *command[1:])
+        code, _, err = call(*command[:1], run.path, *command[1:])
         assert (code, "reward model" in err) == (2, True), err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", sampled(["false", "true"], "true"))
 def test_eval_scores_a_file_of_answers_by_their_last_token_however_they_are_batched(
-    job, call, tmp_path: Path, packing: str
+    learned: RunDirectory, call, tmp_path: Path
 ) -> None:
-    finetune.train(job("training.max_steps=4", "training.learning_rate=0.01", f"data.packing={packing}", *EIGHT[:2]))
-    run = RunDirectory(tmp_path / "run")
+    run = copied(learned, tmp_path)
     turns = [{"role": "user", "content": "To 9."}, {"role": "assistant", "content": "yes yes"}]
     kinds = {
         "texts": [{"prompt": f"To {n}. ", "completion": "yes " * (1 + 5 * n % 7)} for n in range(3)],
@@ -224,8 +227,8 @@ def test_rewards_are_those_of_the_published_model_on_the_text_of_its_template(
     ]  # fmt: skip
     file = write_rows(tmp_path / "turns.jsonl", content)
     keys = [f"data.train={file}", f"data.chat_template={template}", "data.max_length=256", "output.merge=true"]
-    finetune.train(job(*keys, "training.max_steps=4", "training.learning_rate=0.01"))
-    run = RunDirectory(tmp_path / "run")
+    run = finetune.train(job(*keys, "training.max_steps=2", "training.learning_rate=0.01")).run
+    content = content[:8]
     other = write_rows(tmp_path / "other.jsonl", content)
     finetune.evaluate(run, data=other, models=["merged"])
     lines = [json.loads(line) for line in run.eval_answers_file.read_text().splitlines()]
@@ -259,13 +262,72 @@ def test_a_mixture_of_experts_is_trained_with_its_balancing_loss(job, tmp_path: 
     assert loss == pytest.approx(float(own + 0.5 * balancing), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ["adapter.kind=none"], ["adapter.init=pissa"], ["distributed.kind=fsdp"], ["memory.loss_tokens=64"],
-        ["preference.beta=0.1"], ["training.objective=dpo", "model.labels=[good]"], ["model.labels=[good]"],
-    ],
-)  # fmt: skip
-def test_what_a_reward_model_does_not_have_is_refused(job, keys: list[str]) -> None:
-    with pytest.raises(ConfigError, match=keys[-1].partition("=")[0]):
-        job(*keys)
+# -- rows of two segments ----------------------------------------------------------------------------------------------
+
+
+def test_a_row_without_labels_adds_nothing(job) -> None:
+    loop = ready(job(*EIGHT))
+    (batch,) = micro_batches(loop, range(8), 8)
+    assert batch["row"].tolist() == [number for number in range(8) for _ in range(2)]
+    assert (len(batch["input_ids"]), row_count(batch)) == (16, 8)
+    idle = loop.steps.collate.idle()
+    assert {*idle} == {*batch} - {"margin"}
+    with torch.no_grad():
+        total, counted, *_ = loop.step.objective.loss(loop.step.model, idle)
+    assert (float(total), int(counted)) == (0, 0)
+
+
+def test_the_look_at_the_data_has_both_answers(job, call, tmp_path: Path) -> None:
+    config = job()
+    (tmp_path / "job.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    code, out, err = call("data", tmp_path / "job.yaml", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    first, second = found["samples"][:2]
+    assert [first["place"].rsplit(", ")[-1], second["place"].rsplit(", ")[-1]] == ["chosen", "rejected"]
+    assert "".join(piece["text"] for piece in second["pieces"]).count("no ") >= 3
+    assert sum(found["train"]["segments"].values()) == found["train"]["tokens"]
+    assert found["worst_batch"]["segments"] == 2
+
+
+def test_rows_that_do_not_suit_the_objective_are_refused(job) -> None:
+    layout = OBJECTIVES["kto"].layout
+    with refusal(ConfigError, "`kto`", *(f"`{name}`" for name in (*layout.segments, *layout.values))):
+        contract.check_rows("kto", RowLayout(), 1)
+    with refusal(ConfigError, "distributed.context"):
+        contract.check_rows("reward", OBJECTIVES["reward"].layout, 2)
+    with refusal(ConfigError, "trains rows of one sequence"):
+        finetune.train(job("training.objective=supervised"))
+    with refusal(ConfigError, "trains rows of one sequence"):
+        finetune.plan(job("training.objective=supervised"))
+
+
+def prepared(job, *overrides: str) -> Any:
+    config = job(*overrides)
+    return prepare(config.data, load_tokenizer(config.model, config.data))
+
+
+def test_a_pair_with_one_answer_too_long_is_dropped_and_never_cut(job) -> None:
+    whole = prepared(job, "data.eval=none")
+    longest = whole.train_counts.longest
+    assert longest == max(max(each["segments"]) for each in whole.train)
+    shorter = [f"data.max_length={longest - 1}", "data.eval=none"]
+    found = prepared(job, *shorter, "data.too_long=drop")
+    assert 0 < found.train_counts.dropped == len(whole.train) - len(found.train)
+    assert all(max(each["segments"]) < longest for each in found.train)
+    for policy in ("truncate", "split", "error"):
+        with refusal(DataError, "one of several segments is not cut alone"):
+            prepared(job, *shorter, f"data.too_long={policy}")
+
+
+def test_rows_of_one_sequence_and_of_two_are_not_mixed(job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def either(fields: Fields) -> Any:
+        return read_pair(fields) if fields["margin"] else Completion("a", "b")
+
+    read_pair = FORMATS["pairs_with_margin"].read
+    monkeypatch.setitem(FORMATS, "pairs_with_margin", RowFormat("either", ("prompt",), either))
+    rows = pairs(3)
+    rows[1]["margin"] = 0
+    write_rows(tmp_path / "pairs.jsonl", rows)
+    with refusal(DataError, "pairs.jsonl:2"):
+        prepared(job, "data.eval=none")
