@@ -94,25 +94,30 @@ OF_TOKENS = {name: objective for name, objective in OBJECTIVES.items() if not ob
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", [*OF_TOKENS.values(), DYNAMIC, MARGIN], ids=[*OF_TOKENS, "new", "pairs"])
 def test_the_count_and_the_gradient_of_every_objective_do_not_depend_on_the_micro_batch(
-    quick, objective: Objective
+    quick, subtests: pytest.Subtests
 ) -> None:
     loop = ready(quick(*EXACT))
-    loop.step = replace(loop.step, objective=objective)
-    give_rows(loop, objective.layout)
-    (whole,) = micro_batches(loop, range(8), 8)
-    with torch.no_grad():
-        mean = {"step_mean": torch.zeros(())} if objective.step_mean else {}
-        _, count, *_ = objective.loss(loop.step.model, whole | mean)
-    loss, expected = gradients(loop, [whole])
-    for size in (4, 1):
-        parts = micro_batches(loop, range(8), size)
-        other, found = gradients(loop, parts)
-        assert sum(int(objective.count(part)) for part in parts) == int(count)
-        # Pairs subtract log-probabilities of 60 nats, between which float32 has steps of 4e-6.
-        assert other == pytest.approx(loss, rel=1e-6, abs=4e-6 if objective.layout.segments else 0)
-        assert_gradients_close(found, expected)
+    steps = loop.steps
+    for name, objective in {**OF_TOKENS, "new": DYNAMIC, "pairs": MARGIN}.items():
+        with subtests.test(objective=name):
+            loop.step, loop.steps = replace(loop.step, objective=objective), steps
+            give_rows(loop, objective.layout)
+            (whole,) = micro_batches(loop, range(8), 8)
+            with torch.no_grad():
+                mean = {"step_mean": torch.zeros(())} if objective.step_mean else {}
+                _, count, *_ = objective.loss(loop.step.model, whole | mean)
+            loss, expected = gradients(loop, [whole])
+            sums = loop.step.sums
+            rows, collate = [loop.steps.rows[row] for row in range(8)], loop.steps.collate
+            packed = MicroBatches(replace(collate.way, rows=1, tokens=4096, packed=True), pad_token_id=0)
+            for parts in (micro_batches(loop, range(8), 3), packed(rows[:2]) + packed(rows[2:])):
+                other, found = gradients(loop, parts)
+                assert sum(int(objective.count(part)) for part in parts) == int(count)
+                # Pairs subtract log-probabilities of 60 nats, between which float32 has steps of 4e-6.
+                assert other == pytest.approx(loss, rel=1e-6, abs=4e-6 if objective.layout.segments else 0)
+                assert_gradients_close(found, expected)
+                torch.testing.assert_close(loop.step.sums, sums, rtol=1e-5, atol=1e-5)
 
 
 def test_a_mixture_of_experts_adds_its_balancing_loss_to_that_of_each_token() -> None:

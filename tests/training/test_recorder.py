@@ -34,12 +34,10 @@ def test_the_micro_batch_of_an_idle_rank_counts_nothing() -> None:
     assert counts([idle, theirs]) == StepCounts(trained=5, tokens=7, positions=7)
 
 
-def test_a_step_that_trains_nothing_is_divided_by_1() -> None:
+def test_the_counts_of_one_rank_never_go_to_the_device_and_a_step_that_trains_nothing_is_divided_by_1() -> None:
     assert StepCounts(0, 3, 4).of_all_ranks(CPU) == StepCounts(1, 3, 4)
-
-
-def test_the_counts_of_one_rank_alone_never_go_to_the_device() -> None:
     found = StepCounts(2, 3, 4).of_all_ranks(CPU)
+    assert found == StepCounts(2, 3, 4)
     assert [type(value) for value in (found.trained, found.tokens, found.positions)] == [int, int, int]
 
 
