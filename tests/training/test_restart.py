@@ -10,12 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from jobs import adapter_weights, same_adapter, sampled
+from jobs import adapter_weights, same_adapter
 from messages import refusal, reported
 from safetensors.torch import load_file, save_file
 
 import finetune
-from finetune.config import serving
+from finetune.config import Config, serving
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.export.merging import merged_files
 from finetune.lifecycle import provenance
@@ -32,17 +32,44 @@ def forget_the_end(run: RunDirectory) -> None:
     write_text(run.events_file, "".join(json.dumps(event) + "\n" for event in kept))
 
 
-@pytest.mark.parametrize("evaluation", sampled([[], ["data.eval=none", "training.eval_every=null"]], []))
-def test_a_run_killed_after_its_last_step_is_only_exported(quick, evaluation: list[str]) -> None:
+def config_of(run: RunDirectory, **changes: Any) -> Config:
+    """The config that goes on with a copy of a run, without a forecast."""
+    return run.config().changed({"output.dir": str(run.path), "memory.check": "off", **changes})
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_run_killed_after_its_last_step_is_only_exported(run: RunDirectory) -> None:
     """The last step lies within an epoch, where transformers would train one more."""
-    config = quick("training.max_steps=3", *evaluation)
-    run = finetune.train(config).run
     expected, lines = adapter_weights(run), run.metrics_file.read_text()
     forget_the_end(run)
-    finetune.train(config)
+    finetune.train(config_of(run))
     assert run.finished
     assert run.metrics_file.read_text() == lines
     torch.testing.assert_close(adapter_weights(run), expected, rtol=0, atol=0)
+
+
+def test_another_config_is_refused_by_name_and_changes_nothing(run: RunDirectory) -> None:
+    before = run.config_file.read_bytes()
+    for interrupted in (False, True):
+        if interrupted:
+            forget_the_end(run)
+        with refusal(ConfigError, "adapter.rank", "training.seed", "--fresh"):
+            finetune.train(config_of(run, **{"adapter.rank": 8, "training.seed": 7}))
+        assert run.config_file.read_bytes() == before
+
+
+def test_fresh_moves_nothing_when_the_new_job_cannot_start(run: RunDirectory) -> None:
+    with pytest.raises(DataError):
+        finetune.train(config_of(run, **{"data.train": "nowhere.jsonl"}), fresh=True)
+    assert run.finished
+    assert not run.path.with_name("run.1").exists()
+
+
+def test_a_merge_does_not_make_an_interrupted_run_finished(run: RunDirectory) -> None:
+    kept = [event for event in run.events() if event["event"] != "finished"]
+    write_text(run.events_file, "".join(json.dumps(event) + "\n" for event in kept))
+    finetune.merge(run)
+    assert not run.finished
 
 
 def test_a_run_that_stopped_early_says_so_and_is_not_trained_again_and_a_killed_one_is_only_exported(
@@ -67,16 +94,10 @@ def test_a_run_that_stopped_early_says_so_and_is_not_trained_again_and_a_killed_
     torch.testing.assert_close(adapter_weights(run), expected, rtol=0, atol=0)
 
 
-def test_how_often_a_resumed_run_saves_and_evaluates_is_as_its_config_says_now(quick) -> None:
-    run = finetune.train(quick("training.max_steps=2", "training.eval_every=2", "output.save_every=2")).run
-    finetune.train(quick("training.max_steps=6", "training.eval_every=3", "output.save_every=1", "output.keep=9"))
-    assert run.saved_steps == [2, 3, 4, 5, 6]
-    assert [line["step"] for line in run.metrics() if "eval_loss" in line] == [0, 2, 3, 6]
-
-
 def test_more_epochs_continue_a_run_whether_it_came_to_its_end_or_was_killed_before(quick) -> None:
     def job(epochs: int):
-        return quick("training.max_steps=null", f"training.epochs={epochs}", "training.batch_size=16")
+        keys = ["training.batch_size=16", "data.eval=none", "training.eval_every=null"]
+        return quick("training.max_steps=null", f"training.epochs={epochs}", *keys)
 
     run = finetune.train(job(1)).run
     epoch = run.steps_done
@@ -101,52 +122,36 @@ def test_a_resumed_run_holds_the_memory_of_one_that_never_stopped(quick, monkeyp
     plain = Step.clip
     monkeypatch.setattr(Step, "clip", counted)
     job = ["optimizer.kind=paged_adamw_8bit", "data.eval=none", "training.eval_every=null", "adapter.rank=64"]
-    whole = finetune.train(quick("training.max_steps=4", *job)).run
+    finetune.train(quick("training.max_steps=2", *job, run="whole"))
     never_stopped = held[-1]
-    whole.path.rename(whole.path.with_name("whole"))
-    finetune.train(quick("training.max_steps=2", *job))
-    finetune.train(quick("training.max_steps=4", *job))
+    for steps in (1, 2):
+        finetune.train(quick(f"training.max_steps={steps}", *job))
     assert held[-1] == pytest.approx(never_stopped, rel=0.02)
 
 
 def test_more_steps_continue_a_finished_run_at_the_rate_of_the_longer_schedule(quick, capsys, monkeypatch) -> None:
-    """Also where an earlier attempt to continue it failed on a full disk, just after its longer config was saved."""
-    job = ["data.eval=none", "training.eval_every=null", "training.schedule=linear", "training.warmup=1"]
-    run = finetune.train(quick("training.max_steps=3", *job)).run
+    """Also where an earlier attempt to continue it failed on a full disk, just after its longer config was saved.
+
+    How often it saves and evaluates is as its config says now.
+    """
+    job = ["training.schedule=linear", "training.warmup=1"]
+    run = finetune.train(quick("training.max_steps=3", "training.eval_every=2", "output.save_every=3", *job)).run
+    longer = ["training.max_steps=5", "training.eval_every=3", "output.save_every=1", "output.keep=9"]
     with monkeypatch.context() as full:
         full.setattr(RunDirectory, "remove_leftovers", Mock(side_effect=MachineError("no space left")))
         with pytest.raises(MachineError):
-            finetune.train(quick("training.max_steps=5", *job))
-    finetune.train(quick("training.max_steps=5", *job))
-    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5]
-    assert run.steps_done == 5
+            finetune.train(quick(*longer, *job))
+    finetune.train(quick(*longer, *job))
+    lines = [line for line in run.metrics() if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert (run.steps_done, run.saved_steps) == (5, [3, 4, 5])
+    assert [line["step"] for line in run.metrics() if "eval_loss" in line] == [0, 2, 3, 5]
     peak = quick().training.learning_rate
-    found = [line["learning_rate"] for line in run.metrics()]
+    found = [line["learning_rate"] for line in lines]
     assert found == pytest.approx([peak, peak, peak / 2, peak / 2, peak / 4])
     (event,) = [event for event in run.events() if event["event"] == "schedule_changed"]
     assert (event["step"], event["steps"], event["learning_rate"]) == (3, [3, 5], found[2:4])
     reported(capsys.readouterr().out, "step 5, not 3", "learning rate")
-
-
-def test_a_run_that_goes_on_as_it_was_says_nothing_of_its_schedule(quick) -> None:
-    run = finetune.train(quick("training.max_steps=3", "output.save_every=2")).run
-    forget_the_end(run)
-    shutil.rmtree(run.checkpoint(3))
-    finetune.train(quick("training.max_steps=3", "output.save_every=2"))
-    assert [line["step"] for line in run.metrics() if "loss" in line] == [1, 2, 3]
-    assert not [event for event in run.events() if event["event"] == "schedule_changed"]
-
-
-def test_another_config_is_refused_by_name_and_changes_nothing(quick) -> None:
-    run = finetune.train(quick()).run
-    before = run.config_file.read_bytes()
-    for interrupted in (False, True):
-        if interrupted:
-            forget_the_end(run)
-        with refusal(ConfigError, "adapter.rank", "training.seed", "--fresh") as refused:
-            finetune.train(quick("adapter.rank=8", "training.seed=7"))
-        assert refused.value.exit_code == 2
-        assert run.config_file.read_bytes() == before
 
 
 def test_a_base_that_is_replaced_while_it_is_loaded_is_not_trained(
@@ -172,13 +177,13 @@ def test_no_step_is_saved_that_was_trained_on_a_base_that_was_written_to(
 ) -> None:
     """On a CPU, weights in the type of their file are its pages. A file that is replaced stays mapped."""
     base = Path(shutil.copytree(shallow_base, tmp_path / "base"))
-    file = base / "model.safetensors"
-    common = [f"model.name={base}", "training.precision=bf16", "quantization.kind=none", "output.save_every=1"]
-    whole = finetune.train(quick(*common, run="whole")).run
+    file, other = base / "model.safetensors", tmp_path / "other"
     original = file.read_bytes()
-    tripled = {name: tensor * 3 for name, tensor in load_file(file).items()}
+    save_file({name: tensor * 3 for name, tensor in load_file(file).items()}, other, {"format": "pt"})
+    common = [f"model.name={base}", "training.precision=bf16", "quantization.kind=none", "output.save_every=1"]
+    common += ["data.eval=none", "training.eval_every=null"]
 
-    class Change(finetune.Callback):
+    class AtStep3(finetune.Callback):
         def __init__(self, act: Callable[[], object]) -> None:
             self.act = act
 
@@ -186,23 +191,14 @@ def test_no_step_is_saved_that_was_trained_on_a_base_that_was_written_to(
             if metrics["step"] == 3:
                 self.act()
 
-    def replace() -> None:
-        save_file(tripled, tmp_path / "other", {"format": "pt"})
-        (tmp_path / "other").rename(file)
-
-    def write_to() -> None:
-        save_file(tripled, tmp_path / "other", {"format": "pt"})
-        shutil.copyfile(tmp_path / "other", file)
-
-    assert same_adapter(finetune.train(quick(*common, run="touched"), callbacks=[Change(file.touch)]).run, whole)
     with refusal(ArtifactError, "model.safetensors"):
-        finetune.train(quick(*common), callbacks=[Change(write_to)])
+        finetune.train(quick(*common), callbacks=[AtStep3(lambda: shutil.copyfile(other, file))])
     run = RunDirectory(tmp_path / "run")
     assert run.saved_steps[-1] == 2
     file.write_bytes(original)
-    finetune.train(quick(*common))
-    assert same_adapter(run, whole)
-    assert same_adapter(finetune.train(quick(*common, run="replaced"), callbacks=[Change(replace)]).run, whole)
+    finetune.train(quick(*common), callbacks=[AtStep3(file.touch)])
+    replaced = finetune.train(quick(*common, run="replaced"), callbacks=[AtStep3(lambda: other.rename(file))]).run
+    assert same_adapter(run, replaced)
 
 
 def test_a_start_that_came_to_nothing_may_be_tried_with_another_config(quick) -> None:
@@ -212,27 +208,18 @@ def test_a_start_that_came_to_nothing_may_be_tried_with_another_config(quick) ->
     assert finetune.train(quick("adapter.targets=[q_proj]", "adapter.rank=4")).run.finished
 
 
-def test_fresh_moves_nothing_when_the_new_job_cannot_start(quick) -> None:
-    run = finetune.train(quick()).run
-    with pytest.raises(DataError):
-        finetune.train(quick("data.train=nowhere.jsonl"), fresh=True)
-    assert run.finished
-    assert not run.path.with_name("run.1").exists()
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_folder_with_other_files_is_left_alone(quick, tmp_path: Path, fresh: bool) -> None:
+def test_a_folder_with_other_files_is_left_alone(quick, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "answers.json").write_text("mine")
-    with refusal(MachineError, "not empty, and not a run"):
-        finetune.train(quick(), fresh=fresh)
-    assert [path.name for path in folder.iterdir()] == ["answers.json"]
-    assert (folder / "answers.json").read_text() == "mine"
+    for fresh in (False, True):
+        with refusal(MachineError, "not empty, and not a run"):
+            finetune.train(quick(), fresh=fresh)
+        assert {path.name: path.read_text() for path in folder.iterdir()} == {"answers.json": "mine"}
 
 
 def test_a_merge_that_fails_at_the_end_is_done_by_the_same_command(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = quick("output.merge=true")
+    config = quick("output.merge=true", "training.max_steps=1", "data.eval=none", "training.eval_every=null")
 
     def full(*arguments) -> None:
         raise OSError(28, "No space left on device")
@@ -248,22 +235,11 @@ def test_a_merge_that_fails_at_the_end_is_done_by_the_same_command(quick, monkey
     assert (run.merged / "merge.json").exists()
 
 
-def test_a_merge_does_not_make_an_interrupted_run_finished(quick) -> None:
-    run = finetune.train(quick()).run
-    kept = [event for event in run.events() if event["event"] != "finished"]
-    write_text(run.events_file, "".join(json.dumps(event) + "\n" for event in kept))
-    finetune.merge(run)
-    assert not run.finished
-
-
-def test_a_file_that_is_not_a_tokenizer_is_a_bad_artifact(quick, tiny_base: Path, tmp_path: Path) -> None:
+def test_a_bad_tokenizer_and_a_quantized_extra_module_are_refused(quick, tiny_base: Path, tmp_path: Path) -> None:
     base = Path(shutil.copytree(tiny_base, tmp_path / "base"))
     (base / "tokenizer.json").write_text("{}")
     with refusal(ArtifactError, "tokenizer"):
         finetune.train(quick(f"model.name={base}"))
-
-
-def test_a_quantized_module_cannot_be_an_extra_module(quick) -> None:
     with refusal(ConfigError, "adapter.extra_modules"):
         finetune.train(quick("adapter.extra_modules=[q_proj]", "adapter.targets=[v_proj]"))
 
@@ -271,37 +247,26 @@ def test_a_quantized_module_cannot_be_an_extra_module(quick) -> None:
 def test_full_fine_tuning_keeps_float32_weights_that_bf16_would_round(quick) -> None:
     """A step too small for bfloat16's grain still arrives."""
     overrides = ["adapter.kind=none", "quantization.kind=none", "training.precision=bf16", "data.eval=none"]
-    config = quick(*overrides, "training.eval_every=null", "training.learning_rate=1e-7", "optimizer.kind=sgd")
+    overrides += ["training.eval_every=null", "training.learning_rate=1e-7", "optimizer.kind=sgd"]
+    config = quick(*overrides, "training.max_steps=1")
     run = finetune.train(config).run
     stored = load_file(run.merged / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
 
 
-SERVED = "output.serve=q4_0"
-
-
 @pytest.mark.parametrize(
-    ("then", "now", "cure"),
+    ("way", "kind", "runtime", "cure"),
     [
-        (
-            [SERVED, "output.way=rounded", "quantization.kind=nf4"], [SERVED, "output.runtime=llama.cpp"],
-            "set `output.way: rounded` and `quantization.kind: nf4`",
-        ),
-        (
-            [SERVED, "output.way=rounded", "quantization.kind=none"], [SERVED, "output.runtime=llama.cpp"],
-            "set `output.way: rounded` and `quantization.kind: none`",
-        ),
-        (
-            [SERVED, "output.way=adapter", "quantization.kind=q4_0"], [SERVED, "output.runtime=ollama"],
-            "remove `output.serve` and set `quantization.kind: q4_0`",
-        ),
+        ("rounded", "nf4", "llama.cpp", "set `output.way: rounded` and `quantization.kind: nf4`"),
+        ("rounded", "none", "llama.cpp", "set `output.way: rounded` and `quantization.kind: none`"),
+        ("adapter", "q4_0", "ollama", "remove `output.serve` and set `quantization.kind: q4_0`"),
     ],
-)  # fmt: skip
+)
 def test_a_run_whose_base_was_held_for_another_way_to_serve_says_what_to_set(
-    then: list[str], now: list[str], cure: str, quick: Any
+    way: str, kind: str, runtime: str, cure: str, quick: Any
 ) -> None:
-    before, _ = serving.resolved(quick(*then))
-    config, _ = serving.resolved(quick(*now))
+    before, _ = serving.resolved(quick("output.serve=q4_0", f"output.way={way}", f"quantization.kind={kind}"))
+    config, _ = serving.resolved(quick("output.serve=q4_0", f"output.runtime={runtime}"))
     run = RunDirectory(config.output.dir)
     run.create(before)
     with refusal(ConfigError, cure):
@@ -322,10 +287,10 @@ def test_a_key_that_its_choice_ignores_may_be_removed_from_a_run_that_an_earlier
 
 def test_a_run_that_was_started_with_other_kernels_goes_on_with_them(quick, capsys: pytest.CaptureFixture[str]) -> None:
     """`off` was the default of an earlier version, whose runs have it in their config."""
-    config = quick("training.max_steps=4", "data.eval=none", "training.eval_every=null", "output.save_every=2")
+    config = quick("training.max_steps=2", "data.eval=none", "training.eval_every=null")
     assert "fused" not in config.kernels.model_fields_set
-    run = finetune.train(config.changed({"kernels.fused": "off", "training.max_steps": 2})).run
+    run = finetune.train(config.changed({"kernels.fused": "off", "training.max_steps": 1})).run
     finetune.train(config)
     reported(capsys.readouterr().out, "kernels.fused: off")
     assert run.config().kernels.fused == "off"
-    assert run.steps_done == 4
+    assert run.steps_done == 2

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from bitsandbytes.nn import Params4bit
 from jobs import metric, same_adapter, sampled
 from messages import refusal
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from seeing_jobs import ANSWERS, config, dialogue, example, plain_inputs
 from steps import assert_gradients_close, gradients, micro_batches, ready
 from torch.autograd.graph import saved_tensors_hooks
@@ -37,36 +40,42 @@ from finetune.training.loop import Loop
 
 pytestmark = pytest.mark.slow
 
-of_each_kind = pytest.mark.parametrize("job", ["qwen3_vl", "gemma3", "idefics3", "internvl"], indirect=True)
+EACH_KIND = ["qwen3_vl", "gemma3", "idefics3", "internvl"]
 """Families whose images are of each form: any area, one size, tiles of a row, and tiles alone."""
 
-in_whole_runs = pytest.mark.parametrize(
-    "job", sampled(["qwen3_vl", "gemma3", "idefics3", "internvl"], "qwen3_vl"), indirect=True
-)
-"""The same, where each takes whole runs."""
-
+of_each_kind = pytest.mark.parametrize("job", EACH_KIND, indirect=True)
+of_one_and_long_of_each_kind = pytest.mark.parametrize("job", sampled(EACH_KIND, "qwen3_vl"), indirect=True)
 of_one = pytest.mark.parametrize("job", ["qwen3_vl"], indirect=True)
-
-ALIKE = {"qwen2_5_vl": "qwen3_vl", "qwen2_vl": "qwen3_vl", "smolvlm": "idefics3"}
-"""Families that take images as another one does, which stands for them but in the long tests."""
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in seeing.FAMILIES],
-)
-def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A family, and a folder with its base and rows with images and without."""
-    folder = tmp_path_factory.mktemp(request.param)
-    seeing.base(folder / "base", request.param)
-    seeing.rows(folder, [example(folder, number) for number in range(6)])
-    return request.param, folder
 
 
 @pytest.fixture(scope="module")
-def loop(job: tuple[str, Path]) -> Loop:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function from a family to a folder with its base and rows with images and without."""
+
+    @functools.cache
+    def make(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        seeing.base(folder / "base", family)
+        seeing.rows(folder, [example(folder, number) for number in range(6)])
+        return folder
+
+    return make
+
+
+@pytest.fixture(params=sampled(seeing.FAMILIES, *EACH_KIND))
+def job(request: pytest.FixtureRequest, folders: Callable[[str], Path]) -> tuple[str, Path]:
+    return request.param, folders(request.param)
+
+
+@pytest.fixture(scope="module")
+def loops() -> Callable[[Path], Loop]:
+    return functools.cache(lambda folder: ready(config(folder)))
+
+
+@pytest.fixture
+def loop(job: tuple[str, Path], loops: Callable[[Path], Loop]) -> Loop:
     """The loop of a family's job before its first step. Do not train it."""
-    return ready(config(job[1]))
+    return loops(job[1])
 
 
 def of_plain_peft(
@@ -103,26 +112,31 @@ def of_plain_peft(
     ("job", "vision"),
     sampled(
         itertools.product(seeing.FAMILIES, ("frozen", "adapter")),
-        ("qwen3_vl", "adapter"), *((family, "frozen") for family in seeing.FAMILIES if family not in ALIKE),
+        ("qwen3_vl", "adapter"), *((family, "frozen") for family in EACH_KIND),
     ),
     indirect=["job"],
 )  # fmt: skip
 def test_loss_and_gradients_are_those_of_plain_transformers_and_peft(
     vision: str, job: tuple[str, Path], loop: Loop
 ) -> None:
+    """Also of halves of the micro-batches, each of which has its own images."""
     family, folder = job
     if vision == "adapter":
         loop = ready(config(folder, **{"model.vision": vision}))
-    loss, found = gradients(loop, micro_batches(loop, range(6), 6))
     expected_loss, expected = of_plain_peft(folder, family, loop)
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    assert_gradients_close(found, expected, within=1e-5)
+    whole = micro_batches(loop, range(6), 6)
+    halves = [half for part in whole for half in split(part) or (part,)]
+    assert len(halves) > len(whole)
+    for parts in (whole, halves):
+        loss, found = gradients(loop, parts)
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert_gradients_close(found, expected, within=1e-5)
     seen = [name for name in found if "vision" in name or "visual" in name]
     assert bool(seen) == (vision == "adapter")
     assert all(found[name].any() for name in seen)
 
 
-@in_whole_runs
+@of_one_and_long_of_each_kind
 def test_images_in_several_turns_are_each_in_their_place(job: tuple[str, Path]) -> None:
     """None, one or two images in each of up to three turns, in batches of several rows and of one."""
     family, folder = job
@@ -135,16 +149,18 @@ def test_images_in_several_turns_are_each_in_their_place(job: tuple[str, Path]) 
         assert list(row["input_ids"]) == plain["input_ids"][0].tolist()
         assert list(row["labels"]) == plain["labels"][0].tolist()
     expected_loss, expected = of_plain_peft(folder, family, loop, file.name)
-    by_tokens = {**changes, "training.micro_batch_tokens": 1024}
-    for other, size in ((loop, 6), (loop, 1), (ready(config(folder, **by_tokens)), 6)):
-        loss, found = gradients(other, micro_batches(other, range(6), size))
+    by_tokens = copy.copy(loop.steps.collate)
+    by_tokens.way = replace(by_tokens.way, rows=1, tokens=1024)
+    rows = [loop.steps.rows[number] for number in range(6)]
+    for parts in (micro_batches(loop, range(6), 1), by_tokens(rows)):
+        loss, found = gradients(loop, parts)
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         assert_gradients_close(found, expected, within=1e-5)
 
 
 @pytest.mark.parametrize(
     ("family", "projector"),
-    [("qwen3_vl", "merger"), ("smolvlm", "connector"), pytest.param("gemma4", "embed_vision", marks=pytest.mark.long)],
+    sampled([("qwen3_vl", "merger"), ("smolvlm", "connector"), ("gemma4", "embed_vision")], ("qwen3_vl", "merger")),
 )
 def test_a_projector_is_trained_whole_by_name(family: str, projector: str, tmp_path: Path) -> None:
     seeing.base(tmp_path / "base", family)
@@ -166,7 +182,6 @@ def test_a_projector_is_trained_whole_by_name(family: str, projector: str, tmp_p
         ("qwen3_vl", "preprocessor_config.json", {"patch_size": 8}),
         ("gemma3", "processor_config.json", {"image_seq_length": 5}),
         pytest.param("gemma4", "preprocessor_config.json", {"patch_size": 8}, marks=pytest.mark.long),
-        pytest.param("internvl", "processor_config.json", {"image_seq_length": 5}, marks=pytest.mark.long),
     ],
 )
 def test_files_of_another_processor_are_refused_in_a_sentence(
@@ -181,16 +196,6 @@ def test_files_of_another_processor_are_refused_in_a_sentence(
 
 def test_objectives_pass_on_all_that_a_model_takes_of_images() -> None:
     assert set(PIXELS) <= MODEL_INPUTS
-
-
-@of_each_kind
-def test_half_a_micro_batch_has_its_own_images(loop: Loop) -> None:
-    loss, found = gradients(loop, micro_batches(loop, range(6), 6))
-    halves = [half for part in micro_batches(loop, range(6), 6) for half in split(part) or (part,)]
-    assert len(halves) > 2
-    other, parts = gradients(loop, halves)
-    assert other == pytest.approx(loss, rel=1e-5)
-    assert_gradients_close(parts, found, within=1e-5)
 
 
 @of_one
@@ -265,23 +270,7 @@ def test_rows_of_text_train_as_on_the_language_layers_alone(job: tuple[str, Path
     assert_gradients_close(given, expected, within=1e-6)
 
 
-@pytest.mark.usefixtures("hurried", "unwarmed")
-@in_whole_runs
-def test_a_run_publishes_an_adapter_that_peft_loads(job: tuple[str, Path], tmp_path: Path) -> None:
-    family, folder = job
-    run = tmp_path / "run"
-    changes = {"quantization.kind": "nf4", "training.max_steps": 3, "data.eval": "none", "training.learning_rate": 0.01}
-    finetune.train(config(folder, **changes, **{"output.dir": str(run)}))
-    base = AutoModelForImageTextToText.from_pretrained(folder / "base")
-    row = json.loads((folder / "rows.jsonl").read_text().splitlines()[2])
-    _, processor = seeing.FAMILIES[family]()
-    inputs = plain_inputs(folder, processor, row)
-    with torch.no_grad():
-        before = float(base(**inputs).loss)
-        assert float(PeftModel.from_pretrained(base, str(run / "adapter"))(**inputs).loss) < before
-
-
-@of_each_kind
+@pytest.mark.parametrize("job", sampled(EACH_KIND, "qwen3_vl", "idefics3"), indirect=True)
 def test_neither_quantization_nor_an_adapter_touches_the_model_of_images(job: tuple[str, Path]) -> None:
     model = ready(config(job[1], **{"quantization.kind": "nf4", "adapter.targets": ["q_proj", "down_proj"]})).step.model
     for kind in (Params4bit, torch.nn.Parameter):
@@ -291,7 +280,7 @@ def test_neither_quantization_nor_an_adapter_touches_the_model_of_images(job: tu
         assert all("language_model" in name or "text_model" in name for name in named), named
 
 
-@of_each_kind
+@of_one_and_long_of_each_kind
 def test_steps_that_a_thread_prepares_ahead_are_those_prepared_in_turn(job: tuple[str, Path]) -> None:
     """Beside a card; a run that goes on then has the same images, as none of them depends on when it was decoded."""
     steps = ready(config(job[1], **{"training.batch_size": 2, "training.micro_batch": 1})).steps
@@ -303,22 +292,22 @@ def test_steps_that_a_thread_prepares_ahead_are_those_prepared_in_turn(job: tupl
 
 
 @pytest.mark.usefixtures("hurried", "unwarmed")
-@in_whole_runs
+@of_one_and_long_of_each_kind
 def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluation_set(
     job: tuple[str, Path], tmp_path: Path
 ) -> None:
-    _family, folder = job
+    _, folder = job
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     # Of two images each, since a forecast takes all micro-batches of a step to be as the largest.
     shown = [row for row in rows if len(row["messages"][0]["content"]) == 3]
     changes = {
-        "data.train": str(seeing.rows(folder, shown, "shown.jsonl")), "data.eval": str(folder / "rows.jsonl"),
-        "training.batch_size": 2, "training.micro_batch": 1, "training.schedule": "constant",
+        "data.train": str(seeing.rows(folder, shown, "shown.jsonl")), "training.batch_size": 2,
+        "training.micro_batch": 1, "training.schedule": "constant",
     }  # fmt: skip
     one, other = RunDirectory(tmp_path / "one"), RunDirectory(tmp_path / "other")
-    for run, steps, check in ((one, 1, "off"), (one, 2, "off"), (other, 2, "refuse")):
-        own = {"training.max_steps": steps, "output.dir": str(run.path), "memory.check": check}
-        finetune.train(config(folder, **changes, **own))
+    evaluated = {"memory.check": "refuse", "data.eval": str(folder / "rows.jsonl")}
+    for run, steps, own in ((one, 1, {}), (one, 2, {}), (other, 2, evaluated)):
+        finetune.train(config(folder, **changes, **own, **{"training.max_steps": steps, "output.dir": str(run.path)}))
     assert same_adapter(one, other)
     assert all(0 < loss < 20 for loss in metric(other, "eval_loss"))
     compared = json.loads((other.path / "forecast.json").read_text())["differences"]
@@ -327,9 +316,12 @@ def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluat
 
 
 @of_one
-@pytest.mark.parametrize(
-    ("changes", "exit_code", "said"),
-    [
+def test_what_is_not_trained_is_refused_in_a_sentence(
+    job: tuple[str, Path], tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(dump(config(job[1], **{"output.dir": str(tmp_path / "run")})), encoding="utf-8")
+    for changes, exit_code, said in (
         (["data.packing=true"], 2, "rows are not packed with images yet"),
         (["model.attention=flash_attention_2"], 2, "no other attention is used with images yet"),
         (["training.objective=dpo"], 2, "only `supervised` is trained with images yet"),
@@ -337,12 +329,6 @@ def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluat
         (["model.name=builtin:tiny-llama"], 2, "that sees"),
         (["model.vision=none"], 3, "set `model.vision: frozen`"),
         (["model.vision=none", "data.image_pixels=100"], 2, "only a base that sees has images"),
-    ],
-)
-def test_what_is_not_trained_is_refused_in_a_sentence(
-    changes: list[str], exit_code: int, said: str, job: tuple[str, Path], tmp_path: Path, call: Callable[..., Any]
-) -> None:
-    file = tmp_path / "job.yaml"
-    file.write_text(dump(config(job[1], **{"output.dir": str(tmp_path / "run")})), encoding="utf-8")
-    code, _, error = call("train", file, *changes)
-    assert (code, said in " ".join(error.split())) == (exit_code, True), error
+    ):
+        code, _, error = call("train", file, *changes)
+        assert (code, said in " ".join(error.split())) == (exit_code, True), error
