@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import sampled
+from jobs import QUICK, TINY, same_adapter
 from messages import reported
-from safetensors.torch import load_file
 from steps import before_each_step, gradients, ready
 
 import finetune
 from finetune import recipe
 from finetune.config import Config
 from finetune.model.recompute import checkpointing
+from finetune.settings import load_config
 from finetune.storage.records import UpTo
 from finetune.storage.rundir import RunDirectory
 from finetune.training import oom_retry
@@ -31,6 +31,14 @@ Quick = Callable[..., Config]
 SHORT, MIDDLE = 24, 27
 TABLE = (UpTo(SHORT, "none"), UpTo(MIDDLE, "keep-attention"))
 JOB = ("memory.checkpointing=all", "data.eval=none", "training.eval_every=null", "adapter.dropout=0.1")
+
+
+@pytest.fixture(scope="module")
+def alike(shallow_base: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """The run whose micro-batches all recompute alike."""
+    place = tmp_path_factory.mktemp("alike") / "run"
+    job = [f"model.name={shallow_base}", f"data.train={rows_file}", f"output.dir={place}"]
+    return finetune.train(load_config(TINY, [*QUICK, *job, *JOB])).run
 
 
 def shorten(patch: pytest.MonkeyPatch, table: Sequence[UpTo]) -> None:
@@ -63,42 +71,26 @@ def computed(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def result(run: RunDirectory) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    """The trained weights, and loss and gradient norm of each step."""
-    kept = [(line["step"], line["loss"], line["grad_norm"]) for line in run.metrics()]
-    return load_file(run.adapter / "adapter_model.safetensors"), kept
-
-
 def assert_same(found: RunDirectory, expected: RunDirectory) -> None:
-    (weights, losses), (expected_weights, expected_losses) = result(found), result(expected)
-    assert losses == expected_losses
-    assert weights.keys() == expected_weights.keys()
-    assert all(torch.equal(weights[name], weight) for name, weight in expected_weights.items())
+    """The trained weights, and loss and gradient norm of each step."""
+    of_found, of_expected = (
+        [(line["step"], line["loss"], line["grad_norm"]) for line in run.metrics()] for run in (found, expected)
+    )
+    assert of_found == of_expected
+    assert same_adapter(found, expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fused", sampled(["off", "on"], "on"))
-def test_short_micro_batches_recompute_less_and_the_training_is_the_same_to_the_bit(
-    quick: Quick, monkeypatch: pytest.MonkeyPatch, fused: str
-) -> None:
+def test_short_micro_batches_recompute_less_and_the_training_is_the_same_to_the_bit(quick, alike, monkeypatch) -> None:
     seen = computed(monkeypatch)
-    expected = finetune.train(quick(*JOB, f"kernels.fused={fused}", run="alike")).run
-    layers = 2
-    assert {again for _, again in seen} == {layers}
-    lengths = [tokens for tokens, _ in seen]
-    seen.clear()
     shorten(monkeypatch, TABLE)
-    found = finetune.train(quick(*JOB, f"kernels.fused={fused}", run="by-length")).run
-    assert_same(found, expected)
-    trained = seen[-len(lengths) + 2 :]  # after the warm-up
-    assert [tokens for tokens, _ in trained] == lengths[2:]
+    assert_same(finetune.train(quick(*JOB)).run, alike)
+    layers, trained = 2, seen[-8:]  # in four steps
     assert {tokens <= SHORT for tokens, _ in trained} == {True, False}
     assert all(again == (0 if tokens <= SHORT else layers) for tokens, again in trained)
 
 
-def test_the_largest_of_each_length_is_tried_before_the_first_step(
-    quick: Quick, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_largest_of_each_length_is_tried_before_the_first_step(quick, monkeypatch) -> None:
     seen = computed(monkeypatch)
     shorten(monkeypatch, TABLE)
     loop = ready(quick(*JOB))
@@ -119,18 +111,17 @@ def refuse_to_keep(layer: Any, args: Any) -> None:
 
 @pytest.mark.slow
 def test_out_of_memory_lets_all_recompute_as_the_longest_do_before_any_is_split(
-    quick: Quick, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    quick: Quick, alike: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def act(loop: Loop) -> None:
         if loop.progress.step == 1:
             for layer in checkpointing.layers(loop.step.model):
                 layer.register_forward_pre_hook(refuse_to_keep)
 
-    expected = finetune.train(quick(*JOB, run="alike")).run
     shorten(monkeypatch, TABLE)
     before_each_step(monkeypatch, act)
-    found = finetune.train(quick(*JOB, run="by-length")).run
-    assert_same(found, expected)
+    found = finetune.train(quick(*JOB)).run
+    assert_same(found, alike)
     names = [event["event"] for event in found.events()]
     assert names.count("recomputes_more") == 1
     assert "micro_batch_split" not in names
@@ -140,9 +131,7 @@ def test_out_of_memory_lets_all_recompute_as_the_longest_do_before_any_is_split(
 
 
 @pytest.mark.slow
-def test_a_micro_batch_is_split_once_it_recomputes_as_the_longest_do(
-    quick: Quick, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_micro_batch_is_split_once_it_recomputes_as_the_longest_do(quick, monkeypatch) -> None:
     shorten(monkeypatch, TABLE)
     config = quick(*JOB, "adapter.dropout=0", "training.micro_batch=4")
     loop = ready(config)
@@ -164,31 +153,27 @@ def test_a_micro_batch_is_split_once_it_recomputes_as_the_longest_do(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_may_have_another_table(quick: Quick, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_may_have_another_table(quick, alike, monkeypatch) -> None:
     class Stopped(Exception):
         pass
 
-    def train(name: str, stop_at: int | None, table: Sequence[UpTo]) -> RunDirectory:
-        def act(loop: Loop) -> None:
-            if loop.progress.step == stop_at:
-                raise Stopped
+    def act(loop: Loop) -> None:
+        shorten(monkeypatch, [UpTo(20, "keep-products")])  # of the next start
+        if loop.progress.step == 3 and "resumed" not in [event["event"] for event in run.events()]:
+            raise Stopped
 
-        with monkeypatch.context() as patch:
-            before_each_step(patch, act)
-            shorten(patch, table)
-            return finetune.train(quick(*JOB, "output.save_every=2", run=name)).run
-
-    expected = train("whole", None, ())
+    config = quick(*JOB, "output.save_every=2")
+    run = RunDirectory(Path(config.output.dir or ""))
+    shorten(monkeypatch, TABLE)
+    before_each_step(monkeypatch, act)
     with pytest.raises(Stopped):
-        train("stopped", 3, TABLE)
-    found = train("stopped", None, [UpTo(20, "keep-products")])
-    assert "resumed" in [event["event"] for event in found.events()]
-    assert_same(found, expected)
+        finetune.train(config)
+    finetune.train(config)
+    assert "resumed" in [event["event"] for event in run.events()]
+    assert_same(run, alike)
 
 
-def test_what_another_rank_kept_too_much_for_is_given_up_on_this_one(
-    quick: Quick, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_rank_kept_too_much_for_is_given_up_on_this_one(quick, monkeypatch) -> None:
     shorten(monkeypatch, TABLE)
     config = quick(*JOB)
     loop = ready(config)

@@ -41,9 +41,10 @@ from finetune.training.loop import Loop
 pytestmark = pytest.mark.slow
 
 EACH_KIND = ["qwen3_vl", "gemma3", "idefics3", "internvl"]
-"""Families whose images are of each form: any area, one size, tiles of a row, and tiles alone."""
+"""Families whose images are of each form: any area, one size, tiles of a row, and tiles alone (long)."""
+OFTEN = EACH_KIND[:3]
 
-of_each_kind = pytest.mark.parametrize("job", EACH_KIND, indirect=True)
+of_each_kind = pytest.mark.parametrize("job", sampled(EACH_KIND, *OFTEN), indirect=True)
 of_one_and_long_of_each_kind = pytest.mark.parametrize("job", sampled(EACH_KIND, "qwen3_vl"), indirect=True)
 of_one = pytest.mark.parametrize("job", ["qwen3_vl"], indirect=True)
 
@@ -62,7 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-@pytest.fixture(params=sampled(seeing.FAMILIES, *EACH_KIND))
+@pytest.fixture(params=sampled(seeing.FAMILIES, *OFTEN))
 def job(request: pytest.FixtureRequest, folders: Callable[[str], Path]) -> tuple[str, Path]:
     return request.param, folders(request.param)
 
@@ -112,7 +113,7 @@ def of_plain_peft(
     ("job", "vision"),
     sampled(
         itertools.product(seeing.FAMILIES, ("frozen", "adapter")),
-        ("qwen3_vl", "adapter"), *((family, "frozen") for family in EACH_KIND),
+        ("qwen3_vl", "adapter"), *((family, "frozen") for family in OFTEN),
     ),
     indirect=["job"],
 )  # fmt: skip
@@ -179,9 +180,8 @@ def test_a_projector_is_trained_whole_by_name(family: str, projector: str, tmp_p
 @pytest.mark.parametrize(
     ("family", "file", "changes"),
     [
-        ("qwen3_vl", "preprocessor_config.json", {"patch_size": 8}),
+        pytest.param("qwen3_vl", "preprocessor_config.json", {"patch_size": 8}, marks=pytest.mark.long),
         ("gemma3", "processor_config.json", {"image_seq_length": 5}),
-        pytest.param("gemma4", "preprocessor_config.json", {"patch_size": 8}, marks=pytest.mark.long),
     ],
 )
 def test_files_of_another_processor_are_refused_in_a_sentence(
@@ -270,7 +270,7 @@ def test_rows_of_text_train_as_on_the_language_layers_alone(job: tuple[str, Path
     assert_gradients_close(given, expected, within=1e-6)
 
 
-@pytest.mark.parametrize("job", sampled(EACH_KIND, "qwen3_vl", "idefics3"), indirect=True)
+@pytest.mark.parametrize("job", sampled(EACH_KIND, "idefics3"), indirect=True)
 def test_neither_quantization_nor_an_adapter_touches_the_model_of_images(job: tuple[str, Path]) -> None:
     model = ready(config(job[1], **{"quantization.kind": "nf4", "adapter.targets": ["q_proj", "down_proj"]})).step.model
     for kind in (Params4bit, torch.nn.Parameter):
@@ -280,12 +280,13 @@ def test_neither_quantization_nor_an_adapter_touches_the_model_of_images(job: tu
         assert all("language_model" in name or "text_model" in name for name in named), named
 
 
-@of_one_and_long_of_each_kind
-def test_steps_that_a_thread_prepares_ahead_are_those_prepared_in_turn(job: tuple[str, Path]) -> None:
+@of_each_kind
+def test_steps_that_a_thread_prepares_ahead_are_those_prepared_in_turn(loop: Loop) -> None:
     """Beside a card; a run that goes on then has the same images, as none of them depends on when it was decoded."""
-    steps = ready(config(job[1], **{"training.batch_size": 2, "training.micro_batch": 1})).steps
+    steps = replace(loop.steps, batch_size=2)
     in_turn, ahead = list(steps.epoch(0, 0)), list(one_ahead(steps.epoch(0, 0)))
-    assert sum(IMAGES in part for step in ahead for part in step) == 4
+    assert len(ahead) == 3
+    assert any(IMAGES in part for step in ahead for part in step)
     for part, expected in zip(itertools.chain(*ahead), itertools.chain(*in_turn), strict=True):
         found, wanted = (for_model(each, masked=True) for each in (part, expected))
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
