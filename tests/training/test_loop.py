@@ -43,7 +43,7 @@ class Asked:
     """Recorder, checkpoints and evaluation of a loop in one: notes what is asked of them, and acts at some notes.
 
     `losses` are those of its evaluations, in order; by default 1.0. `passes` are the random number that a step's pass
-    drew, as dropout does, and its rows.
+    drew, as dropout does, and its rows. An act may be at the nth note of a text: "evaluation #2".
     """
 
     def __init__(self, losses: Sequence[float | None] | None, acts: dict[str, Callable[[], object]]) -> None:
@@ -55,7 +55,8 @@ class Asked:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
-        self._acts.get(text, lambda: None)()
+        for act in (text, f"{text} #{self.notes.count(text)}"):
+            self._acts.get(act, lambda: None)()
 
     def started(self, progress: Progress) -> None:
         self.note(f"started at {progress.step}")
@@ -326,43 +327,31 @@ def terminate() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_signal_ends_a_run_with_its_step_saved() -> None:
-    loop, asked = ran(total=9, acts={"pass 2": terminate})
-    assert asked.notes == ["started at 0", *EVALUATION, *step(1), *step(2), "saved 2", "clock", "ended"]
-    assert not loop.progress.owes_evaluation
+@pytest.mark.parametrize(
+    ("job", "notes", "owes", "best"),
+    [
+        ({"acts": {"pass 2": terminate}}, step(2), False, None),
+        ({"acts": {"pass 2": terminate}, "evaluate_every": 1}, ["step 2", "clock"], True, 1),
+        ({"acts": {"evaluation #3": terminate}, "evaluate_every": 1}, ["step 2", "evaluation", "clock"], True, 1),
+        (
+            {"acts": {"loss 2.0": terminate}, "evaluate_every": 1, "losses": [4.0, 3.0, 2.0]},
+            ["evaluation", "loss 2.0", "clock"], False, 2,
+        ),
+    ],
+    ids=["in a step", "in a step to be evaluated", "in its evaluation", "once the loss is known"],
+)  # fmt: skip
+def test_a_signal_ends_a_run_with_its_step_saved_and_its_evaluation_counted_or_postponed(
+    job: dict[str, Any], notes: list[str], owes: bool, best: int | None
+) -> None:
+    loop, asked = ran(total=9, **job)
+    wanted = [*notes, "saved 2", "clock", "ended"]
+    assert asked.notes[-len(wanted) :] == wanted
+    assert (loop.progress.owes_evaluation, loop.progress.best_step) == (owes, best)
 
 
 def test_a_checkpoint_that_a_signal_asks_for_is_saved_and_training_goes_on() -> None:
     _, asked = ran(evaluates=False, acts={"pass 2": lambda: signal.raise_signal(signal.SIGUSR1)})
     assert asked.of("saved") == ["saved 2", "saved 3"]
-
-
-def at_step(number: int, act: Callable[[], None]) -> tuple[Loop, Asked]:
-    """A loop that evaluates after each step; `act` comes within the evaluation after this one."""
-    loop, asked = made(
-        total=9, evaluate_every=1, acts={"evaluation": lambda: act() if loop.progress.step == number else None}
-    )
-    return loop, asked
-
-
-@pytest.mark.parametrize("when", ["step", "evaluation"])
-def test_a_signal_before_the_loss_is_known_saves_the_step_and_postpones_its_evaluation(when: str) -> None:
-    if when == "step":
-        loop, asked = made(total=9, evaluate_every=1, acts={"pass 2": terminate})
-    else:
-        loop, asked = at_step(2, terminate)
-    run(loop)
-    begun = ["evaluation"] if when == "evaluation" else []
-    assert asked.notes[-5 - len(begun) :] == ["step 2", *begun, "clock", "saved 2", "clock", "ended"]
-    assert loop.progress.owes_evaluation
-    assert loop.progress.best_step == 1
-
-
-def test_a_signal_once_the_loss_is_known_ends_the_run_with_that_evaluation_counted() -> None:
-    loop, asked = ran(total=9, evaluate_every=1, acts={"loss 2.0": terminate}, losses=[4.0, 3.0, 2.0])
-    assert asked.notes[-6:] == ["evaluation", "loss 2.0", "clock", "saved 2", "clock", "ended"]
-    assert loop.progress.best_step == 2
-    assert not loop.progress.owes_evaluation
 
 
 def test_a_postponed_evaluation_that_a_signal_ends_again_is_still_owed() -> None:
@@ -373,7 +362,7 @@ def test_a_postponed_evaluation_that_a_signal_ends_again_is_still_owed() -> None
 
 
 def test_before_the_first_step_a_signal_ends_an_evaluation_and_the_run_with_nothing_saved() -> None:
-    loop, asked = at_step(0, terminate)
+    loop, asked = made(total=9, evaluate_every=1, acts={"evaluation #1": terminate})
     with pytest.raises(Terminated):
         run(loop)
     assert asked.notes == ["started at 0", "evaluation", "clock"]
@@ -383,7 +372,7 @@ def test_an_interrupt_that_was_no_signal_to_the_run_ends_it_at_once() -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    loop, asked = at_step(2, interrupt)
+    loop, asked = made(total=9, evaluate_every=1, acts={"evaluation #3": interrupt})
     with pytest.raises(KeyboardInterrupt):
         run(loop)
     assert asked.of("saved") == []
@@ -516,7 +505,7 @@ def test_every_rank_raises_what_a_callback_of_rank_0_raised(
 
 def test_of_several_ranks_none_leaves_an_evaluation_at_a_signal(other_rank: object) -> None:
     """The others learn of it at the end of the next step."""
-    loop, asked = at_step(1, terminate)
+    loop, asked = made(total=9, evaluate_every=1, acts={"evaluation #2": terminate})
     loop.step.engine.world_size = 2
     run(loop)
     assert asked.notes == [
@@ -531,7 +520,7 @@ def test_a_second_interrupt_ends_the_evaluation_of_several_ranks_at_once(other_r
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    loop, asked = at_step(1, interrupt_twice)
+    loop, asked = made(total=9, evaluate_every=1, acts={"evaluation #2": interrupt_twice})
     loop.step.engine.world_size = 2
     with pytest.raises(KeyboardInterrupt):
         run(loop)
