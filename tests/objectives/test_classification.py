@@ -123,6 +123,7 @@ def test_a_class_that_no_training_row_has_and_a_single_one_are_refused(job, tmp_
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_the_gradient_is_that_of_transformers_classifier_however_the_step_is_split(
     job, tmp_path: Path, packing: str

@@ -25,13 +25,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "hyperclovax": {"logits_scaling": 3.0},
     "mixtral": {"num_local_experts": 4, "output_router_logits": True},
     "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "head_dim": 8,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8,
         "output_router_logits": True,
     },
-}
+}  # fmt: skip
 _IDS = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(0))
 _LABELS = _IDS.masked_fill(torch.arange(12) % 3 == 0, -100)
 

@@ -89,6 +89,7 @@ def test_the_loss_has_the_values_of_its_formula() -> None:
     assert of(2, -1, centering=0.01) == pytest.approx(math.log1p(math.exp(-3)) + 0.01, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_loss_and_gradients_are_those_of_trls_trainer_however_the_step_is_split(
     job, tmp_path: Path, shallow_base: Path, packing: str
