@@ -1,20 +1,23 @@
 """Loading: weights arrive in their final form, or a clear error does."""
 
+import ctypes
+import gc
 import json
-import os
 import shutil
-import subprocess
-import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import bitsandbytes as bnb
 import pytest
 import torch
+from children import Children
+from messages import refusal
 from safetensors.torch import load_file, save_file
 
 from finetune.config import ModelSection, QuantizationSection
 from finetune.config.serving import GGUF
-from finetune.errors import ArtifactError, FinetuneError, MachineError
+from finetune.errors import ArtifactError
 from finetune.model.base import load_architecture, load_base
 from finetune.model.source.chat_template import named
 from finetune.model.source.tokenizer import load_tokenizer
@@ -38,13 +41,11 @@ def load(kind: str = "nf4", *, name: str = "builtin:tiny-llama", weights: str = 
     )
 
 
-@pytest.fixture
-def copied_base(tiny_base: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_base, tmp_path / "base"))
-
-
 def weight_bytes(module: torch.nn.Module) -> int:
     return module.weight.numel() * module.weight.element_size()
+
+
+assert set(QUANTIZATIONS) == SHARES_OF_16_BIT.keys() | {"gguf"}, "which is that of files in GGUF"
 
 
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
@@ -58,10 +59,6 @@ def test_linear_layers_take_the_bytes_of_their_kind(kind: str, share_of_16_bit: 
     assert (type(model.lm_head) is torch.nn.Linear) is not of_a_file, "the head is quantized where a file has it so"
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-
-
-def test_every_kind_has_a_case_above() -> None:
-    assert set(QUANTIZATIONS) == SHARES_OF_16_BIT.keys() | {"gguf"}, "which is that of files in GGUF"
 
 
 @pytest.mark.parametrize("kind", ["nf4", "none"])
@@ -126,37 +123,34 @@ def test_an_evaluation_does_not_end_the_training_after_it() -> None:
     assert torch.equal(*gradients)
 
 
-_MEASURE_LOAD = """
-import gc, json, sys, threading, time
-from finetune.runtime import libraries
-with libraries.importing():
-    import torch, finetune, bitsandbytes, transformers
-    from finetune.config import ModelSection, QuantizationSection
-    from finetune.model.base import load_architecture, load_base
-libraries.quiet()
-torch.set_num_threads(1)
-def anonymous():
-    for line in open("/proc/self/status"):
-        if line.startswith("RssAnon"): return int(line.split()[1]) * 1024
-def load(name, weights):
-    section = ModelSection(name=name, weights=weights)
-    return load_base(section, QuantizationSection(), load_architecture(section), attention="sdpa",
-                     dtype=torch.bfloat16, device=torch.device("cpu"))
-load("builtin:tiny-llama", "random")  # what libraries take once
-def measure(name, weights):
-    global peak, done
-    gc.collect()
-    before, peak, done = anonymous(), 0, False
-    watcher = threading.Thread(target=watch); watcher.start()
-    model = load(name, weights)
-    done = True; watcher.join()
-    return {"peak": peak - before, "final": anonymous() - before}
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, anonymous()); time.sleep(0.001)
-print(json.dumps([measure(*job.split("=")) for job in sys.argv[1:]]))
-"""
+def _anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+
+def measured_loads(jobs: list[tuple[str, str]]) -> list[dict[str, int]]:
+    """What loading each (name, weights) takes at most and in the end, in bytes."""
+    # Blocks over 64 KiB go back to the system when freed, so that what is counted is what is held.
+    assert ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, _anonymous_bytes())
+
+    load(weights="random")  # what libraries take once
+    found = []
+    for name, weights in jobs:
+        gc.collect()
+        before, peak, done = _anonymous_bytes(), 0, threading.Event()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        model = load(name=name, weights=weights)
+        done.set()
+        watcher.join()
+        found.append({"peak": peak - before, "final": _anonymous_bytes() - before})
+        del model
+    return found
 
 
 # 45M parameters, of a Llama in linear layers, of a mixture nearly all in experts: two parameters in each of 40 layers.
@@ -174,7 +168,7 @@ _MIXTRAL = {"num_hidden_layers": 40, "hidden_size": 256, "intermediate_size": 25
     ],
 )
 def test_loading_never_holds_a_second_full_copy(
-    jobs: list[tuple[str, str]], tmp_path: Path, subtests: pytest.Subtests
+    jobs: list[tuple[str, str]], children: Children, tmp_path: Path
 ) -> None:
     """45M parameters in 16 bit are 90 MB. NF4 keeps 23 MB of them, and loading needs little more at any moment."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -192,76 +186,45 @@ def test_loading_never_holds_a_second_full_copy(
         for weight in model.parameters():
             torch.nn.init.constant_(weight, 0.01)  # drawing so many takes seconds
         model.save_pretrained(tmp_path / name)
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURE_LOAD, *(f"{tmp_path / name}={weights}" for name, weights in jobs)],
-        # Blocks over 64 KiB go back to the system when freed, so that what is counted is what is held.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for (name, weights), measured in zip(jobs, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        with subtests.test(name=name, weights=weights):
-            linear_bytes = 2 * quantized[name]
-            assert measured["final"] < 0.35 * linear_bytes
-            assert measured["peak"] - measured["final"] < 0.25 * linear_bytes, "a second copy would be 1.0"
+    [found] = children.call(measured_loads, [(str(tmp_path / name), weights) for name, weights in jobs])
+    for (name, weights), measured in zip(jobs, found, strict=True):
+        linear_bytes = 2 * quantized[name]
+        assert 0.2 * linear_bytes < measured["final"] < 0.35 * linear_bytes, (name, weights)
+        assert measured["peak"] - measured["final"] < 0.25 * linear_bytes, f"{name}: a second copy would be 1.0"
 
 
 # -- what can be wrong with a model ------------------------------------------------------------------------------------
 
 
-def refusal(name: str, kind: type[FinetuneError]) -> str:
-    with pytest.raises(kind) as raised:
-        load(name=name)
-    message = str(raised.value)
-    assert "Traceback" not in message
-    assert name in message
-    return message
+def _without(name: str) -> Callable[[Path], None]:
+    def remove(file: Path) -> None:
+        tensors = load_file(file)
+        del tensors[name]
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    return remove
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    assert "no such model directory" in refusal(str(tmp_path / "nothing"), ArtifactError)
+_MISSING = "model.layers.1.mlp.up_proj.weight"
 
 
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
-    assert "config.json" in refusal(str(tmp_path), ArtifactError)
-
-
-def test_a_misspelt_builtin() -> None:
-    assert "did you mean `builtin:tiny-llama`" in refusal("builtin:tiny-lama", ArtifactError)
-
-
-def test_a_hub_model_without_a_network() -> None:
-    assert "model.weights: random" in refusal("someone/no-such-model", MachineError)
-
-
-def test_an_unknown_architecture_is_refused(copied_base: Path) -> None:
-    (copied_base / "config.json").write_text('{"model_type": "nonesuch"}')
-    assert "nonesuch" in refusal(str(copied_base), ArtifactError)
-
-
-def test_a_weights_file_cut_short(copied_base: Path) -> None:
-    file = copied_base / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:100_000])
-    refusal(str(copied_base), ArtifactError)
-
-
-def test_a_weights_file_that_is_missing(copied_base: Path) -> None:
-    (copied_base / "model.safetensors").unlink()
-    refusal(str(copied_base), ArtifactError)
-
-
-def test_weights_that_are_incomplete_are_never_filled_with_random_numbers(copied_base: Path) -> None:
-    file = copied_base / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["model.layers.2.mlp.up_proj.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
-    assert "model.layers.2.mlp.up_proj.weight" in refusal(str(copied_base), ArtifactError)
-
-
-def test_a_pickle_is_not_opened(copied_base: Path) -> None:
-    (copied_base / "model.safetensors").rename(copied_base / "pytorch_model.bin")
-    refusal(str(copied_base), ArtifactError)
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:100_000]), ""),
+        (lambda file: file.unlink(), ""),
+        (lambda file: file.rename(file.with_name("pytorch_model.bin")), ""),
+        (_without(_MISSING), _MISSING),  # never filled with random numbers
+    ],
+    ids=["cut off", "none", "a pickle", "incomplete"],
+)
+def test_weights_that_are_not_whole_are_refused(
+    damage: Callable[[Path], object], named: str, shallow_base: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(shallow_base, tmp_path / "base"))
+    damage(folder / "model.safetensors")
+    with refusal(ArtifactError, str(folder), named):
+        load(name=str(folder))
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------------------------
@@ -272,11 +235,12 @@ def test_random_weights_of_the_catalog_take_the_built_in_tokenizer() -> None:
     assert len(tokenizer) == 2048
 
 
-def test_a_tokenizer_without_template_and_pad_gets_both(copied_base: Path) -> None:
-    (copied_base / "chat_template.jinja").unlink()
-    settings = json.loads((copied_base / "tokenizer_config.json").read_text())
+def test_a_tokenizer_without_template_and_pad_gets_both(tiny_base: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_base, tmp_path / "base"))
+    (folder / "chat_template.jinja").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings.pop("pad_token")
-    (copied_base / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokenizer = load_tokenizer(ModelSection(name=str(copied_base)))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(ModelSection(name=str(folder)))
     assert tokenizer.pad_token == tokenizer.eos_token
     assert tokenizer.chat_template == named("plain")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import QUICK, write_rows
+from jobs import QUICK, sampled, write_rows
 from messages import refusal
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -75,7 +75,7 @@ class Notes(Terminal):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # peft, of GPT-2's layers
-@pytest.mark.parametrize(("kind", "values"), [("gpt2", GPT2), ("llama", LLAMA)])
+@pytest.mark.parametrize(("kind", "values"), sampled([("gpt2", GPT2), ("llama", LLAMA)], ("gpt2", GPT2)))
 def test_the_default_length_is_lowered_to_the_bases_positions_with_a_note(
     make_base, long_rows, tmp_path, kind, values
 ) -> None:
@@ -109,12 +109,11 @@ def test_an_explicit_length_is_refused_if_positions_are_a_table(make_base, quick
             run(config)
 
 
-@pytest.mark.slow
-def test_an_explicit_length_is_kept_with_a_note_if_positions_are_computed(make_base, long_rows, quick) -> None:
-    base, terminal = make_base("llama", LLAMA), Notes()
-    job = [f"model.name={base}", f"data.train={long_rows}", "data.max_length=80", "quantization.kind=none"]
-    assert finetune.train(quick(*job), terminal=terminal).run.config().data.max_length == 80
-    assert [note for note in terminal.notes if "`data.max_length` 80 is above the 40 positions" in note]
+def test_an_explicit_length_is_kept_with_a_note_if_positions_are_computed(quick) -> None:
+    config = quick("data.max_length=80")
+    kept, note = bounds.within_positions(config, AutoConfig.for_model("llama", **LLAMA))
+    assert kept == config
+    assert "`data.max_length` 80 is above the 40 positions" in str(note)
 
 
 @pytest.mark.parametrize(

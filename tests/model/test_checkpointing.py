@@ -160,6 +160,8 @@ def test_the_level_of_each_layer() -> None:
     assert checkpointing.pattern({"keep-both": 1, "all": 1}, 4) == ["all", "keep-both", "none", "none"]
     assert checkpointing.pattern({"keep-products": 5, "keep-attention": 1}, 2) == ["keep-attention", "keep-products"]
     assert checkpointing.pattern("keep-both", 2) == ["keep-both"] * 2
+    assert checkpointing.pattern(0, 2) == ["none"] * 2
+    assert checkpointing.pattern(99, 2) == ["all"] * 2
 
 
 def test_a_ladder_goes_from_level_to_level_by_one_layer() -> None:

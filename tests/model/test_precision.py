@@ -93,10 +93,9 @@ def test_a_precision_that_a_device_cannot_train_in_is_refused(
     ("gpu", "settings", "value", "flops"),
     [
         ("T4", [], "fp16", 65e12),
-        ("T4", ["adapter.dtype=bfloat16"], "fp32", 8.1e12),
-        ("RTX 4090", [], "bf16", 165.2e12),
+        pytest.param("T4", ["adapter.dtype=bfloat16"], "fp32", 8.1e12, marks=pytest.mark.long),
         ("RTX 4090", ["training.precision=fp32"], "fp32", 82.6e12),
-        ("16GiB", [], "bf16", None),
+        pytest.param("16GiB", [], "bf16", None, marks=pytest.mark.long),
     ],
 )
 def test_a_plan_is_in_the_precision_and_at_the_rate_that_the_card_trains_with(

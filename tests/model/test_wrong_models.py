@@ -110,17 +110,7 @@ def without(*names: str, then: Change = lambda folder: None) -> Change:
 BASES: list[tuple[str, Change, list[str], int, str, str]] = [
     # (what is wrong, how the base's folder is changed, overrides, exit code, what is named, the cure)
     ("GPTQ", quantized(quant_method="gptq", bits=4), [], 2, "(GPTQ, 4 bit)", "name its 16-bit original"),
-    ("AWQ", quantized(quant_method="awq", bits=4), [], 2, "(AWQ, 4 bit)", "name its 16-bit original"),
-    ("AQLM", quantized(quant_method="aqlm"), ["quantization.kind=none"], 2, "(aqlm)", "name its 16-bit original"),
-    ("HQQ", quantized(quant_method="hqq"), ["quantization.kind=int8"], 2, "(hqq)", "name its 16-bit original"),
-    ("BitNet", quantized(quant_method="bitnet"), [], 2, "(bitnet)", "name its 16-bit original"),
-    ("bitsandbytes", quantized(load_in_4bit=True), [], 2, "(bitsandbytes, 4 bit)", "name its 16-bit original"),
-    ("FP8 by row", quantized(quant_method="fp8", weight_block_size=None), [], 2, "(FP8)", "its 16-bit original"),
-    ("MXFP4 to NF4", quantized(**_MXFP4), ["quantization.kind=nf4"], 2, "published in MXFP4", "set `published`"),
-    ("MXFP4 to FP8", quantized(**_MXFP4), ["quantization.kind=fp8"], 2, "published in MXFP4", "set `published`"),
-    ("FP8 to int8", quantized(**_FP8), ["quantization.kind=int8"], 2, "published in FP8", "set `published`"),
     ("FP8 and DoRA", quantized(**_FP8), ["adapter.dora=true"], 2, "`adapter.dora`", "set `dora: false`"),
-    ("FP8 and LoftQ", quantized(**_FP8), ["adapter.init=loftq"], 2, "`adapter.init`", "set `quantization.kind: nf4`"),
     ("a kernel of the hub", says({"_attn_implementation": "some/flash"}), [], 7, "'some/flash'", "remove that line"),
     ("DoRA on experts", config(_MIXTURE), ["adapter.dora=true"], 2, "`adapter.dora`", "`adapter.expert_rank: 0`"),
     ("PiSSA on experts", config(_MIXTURE), ["adapter.init=pissa", "quantization.kind=none"], 2, "`adapter.init`",
@@ -132,6 +122,12 @@ BASES: list[tuple[str, Change, list[str], int, str, str]] = [
      "`adapter.expert_rank`", "32 at most"),
     ("experts by another name", config(_MIXTURE), ["adapter.targets=experts.0.down_proj"], 2, "`adapter.targets`",
      "did you mean `experts.down_proj`?"),
+    ("experts named, and DoRA", config(_MIXTURE), ["adapter.targets=experts.down_proj", "adapter.dora=true"], 2,
+     "`adapter.dora`", "remove one"),
+    ("a router and dropout", config(_MIXTURE), ["adapter.targets=gate.weight", "adapter.dropout=0.1"], 2,
+     "`adapter.dropout`", "remove one"),
+    ("a rank of experts without experts", config(_MIXTURE), ["adapter.targets=q_proj", "adapter.expert_rank=4"], 2,
+     "`adapter.expert_rank`", "remove it"),
     ("ZeRO-3 with experts", config(_MIXTURE),
      ["distributed.kind=deepspeed", "distributed.stage=weights", "optimizer.kind=adamw_torch_fused"], 2,
      "`distributed.stage: weights`", "set `stage: gradients`"),
@@ -291,11 +287,11 @@ def refusal(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
 @pytest.mark.slow
 def test_wrong_bases_are_refused_with_the_cure_before_the_data(
-    refusal: Callable[..., tuple[int, str]], tiny_base: Path, tmp_path: Path, subtests: pytest.Subtests
+    refusal: Callable[..., tuple[int, str]], shallow_base: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     for number, (what, change, overrides, expected, named, cure) in enumerate(BASES):
         with subtests.test(what=what):
-            folder = Path(shutil.copytree(tiny_base, tmp_path / f"base{number}"))
+            folder = Path(shutil.copytree(shallow_base, tmp_path / f"base{number}"))
             change(folder)
             code, said = refusal(f"model.name={folder}", *overrides)
             assert code == expected
