@@ -4,29 +4,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from bases import loaded as base
 from messages import refusal
 from peft import PeftModel, get_peft_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
+from finetune.config import AdapterSection, MemorySection, ModelSection
 from finetune.errors import ConfigError
 from finetune.model.adapters.adapter import attach, casts_by_autocast, check_rank, set_trained_dtype
 from finetune.model.adapters.adapter_files import weights
 from finetune.model.attention import backends
-from finetune.model.base import load_architecture, load_base
+from finetune.model.base import load_architecture
 from finetune.model.recompute import checkpointing
 from finetune.training import state
 
 CPU = torch.device("cpu")
 BASE = "builtin:tiny-llama"
 IDS = torch.arange(48)[None]
-
-
-def base(kind: str = "none", dtype: torch.dtype = torch.float32):
-    section = ModelSection()
-    return load_base(
-        section, QuantizationSection(kind=kind), load_architecture(section), attention="sdpa", dtype=dtype, device=CPU
-    )
 
 
 @torch.inference_mode()
@@ -56,11 +50,6 @@ def test_all_linear_layers_but_the_head_are_adapted() -> None:
     assert not any("lm_head" in name or "embed" in name for name in trained(model))
 
 
-def test_a_target_that_matches_nothing_names_the_candidates() -> None:
-    with refusal(ConfigError, "`q_proj`", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
-        attach(base(), AdapterSection(targets=["q_prj"]), BASE, seed=1)
-
-
 def test_a_pattern_chooses_layers_by_their_full_names() -> None:
     model = attach(base("nf4"), AdapterSection(targets=["o_proj", ".*layers[.][01][.]mlp[.].*"]), BASE, seed=1)
     adapted = {name.split(".lora_")[0].removeprefix("base_model.model.model.layers.") for name in trained(model)}
@@ -70,9 +59,7 @@ def test_a_pattern_chooses_layers_by_their_full_names() -> None:
         attach(base(), AdapterSection(targets=["layers[.]0[.]mlp"]), BASE, seed=1)
 
 
-def test_an_invalid_pattern_and_a_rank_for_no_layer_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`\(q_proj` is not a regular expression"):
-        AdapterSection(targets="(q_proj")
+def test_a_rank_above_the_smaller_side_of_each_layer_is_refused() -> None:
     check_rank(base(), AdapterSection(rank=192))
     check_rank(base(), AdapterSection(rank=64, targets=["k_proj"]))
     with refusal(ConfigError, "65 is more than the smaller side of each layer it would adapt, 64 at most"):
@@ -112,19 +99,12 @@ def test_peft_reads_the_ranks_of_a_saved_adapter_in_their_order(tmp_path: Path) 
 
 
 def test_a_rank_that_no_adapted_layer_has_names_the_candidates() -> None:
-    with refusal(ConfigError, "`adapter.ranks`", "`q_prj`", "`q_proj`", "q_proj", "k_proj"):
-        check_rank(base(), AdapterSection(ranks={"q_prj": 8}))
     with refusal(ConfigError, "model.layers.0"):
         check_rank(base(), AdapterSection(ranks={"layers[.]9[.].*": 8}))
     with refusal(ConfigError, "`q_proj`"):
         check_rank(base(), AdapterSection(targets=["q_proj"], ranks={"o_proj": 8}))
     with refusal(ConfigError, "`adapter.ranks`"):
         check_rank(base(), AdapterSection(ranks={"k_proj": 65}))
-
-
-def test_an_extra_module_that_does_not_exist_names_the_candidates() -> None:
-    with refusal(ConfigError, "adapter.extra_modules", "`embed_tokens`"):
-        attach(base(), AdapterSection(extra_modules=["embed_token"]), BASE, seed=1)
 
 
 def test_extra_modules_are_trained_whole() -> None:
@@ -166,11 +146,10 @@ def test_pissa_moves_weight_into_the_adapter_and_changes_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("alpha", [16, 64])
-def test_loftq_brings_a_4_bit_base_nearer_to_the_weights_on_disk(alpha: float) -> None:
+def test_loftq_brings_a_4_bit_base_nearer_to_the_weights_on_disk() -> None:
     exact = logits(base("none"))
-    plain = attach(base("nf4"), AdapterSection(rank=32, alpha=alpha), BASE, seed=1)
-    loftq = attach(base("nf4"), AdapterSection(rank=32, alpha=alpha, init="loftq"), BASE, seed=1)
+    plain = attach(base("nf4"), AdapterSection(rank=32, alpha=64), BASE, seed=1)
+    loftq = attach(base("nf4"), AdapterSection(rank=32, alpha=64, init="loftq"), BASE, seed=1)
     assert (logits(loftq) - exact).norm() < 0.8 * (logits(plain) - exact).norm()
 
 
@@ -183,7 +162,7 @@ def test_rank_stabilised_scaling() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trained_weights_have_the_type_asked_for(dtype: str) -> None:
     section = AdapterSection(dtype=dtype, dora=True, targets=["q_proj"])
-    model = attach(base("nf4", torch.bfloat16), section, BASE, seed=1)
+    model = attach(base("nf4", dtype=torch.bfloat16), section, BASE, seed=1)
     for name, tensor in trained(model).items():
         tensor.data = tensor.data.to(torch.float16)  # as another library might
         del name
@@ -191,30 +170,6 @@ def test_trained_weights_have_the_type_asked_for(dtype: str) -> None:
     for name, tensor in trained(model).items():
         expected = torch.float32 if "magnitude" in name else getattr(torch, dtype)
         assert tensor.dtype == expected, name
-
-
-def test_without_an_adapter_every_weight_is_trained() -> None:
-    model = attach(base(), AdapterSection(kind="none"), BASE, seed=1)
-    assert sum(weight.numel() for weight in trained(model).values()) == 1_967_808
-
-
-@pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
-def test_dora_starts_as_its_base_and_keeps_the_scales_of_the_weights_it_reads(kind: str) -> None:
-    """Its magnitudes are the norms of the dequantized rows; reading them leaves a quantized base as it was."""
-    plain = base(kind)
-    expected = logits(plain)
-    model = attach(plain, AdapterSection(rank=4, dora=True), BASE, seed=1)
-    assert (logits(model) - expected).norm() < 1e-4 * expected.norm()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02)
-    moved = logits(model)
-    assert (moved - expected).norm() > 0.01 * expected.norm()
-    model.train()(input_ids=IDS, labels=IDS).loss.backward()
-    magnitudes = [one.grad for name, one in trained(model).items() if "magnitude" in name]
-    assert [gradient for gradient in magnitudes if not gradient.abs().sum() > 0] == []
-    assert magnitudes
-    assert torch.equal(logits(model), moved)
 
 
 # -- activation checkpointing ------------------------------------------------------------------------------------------
@@ -251,46 +206,23 @@ def test_checkpointing_saves_the_layers_it_says_and_changes_no_gradient() -> Non
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def test_auto_attention_says_why() -> None:
-    implementation, reason = backends.choose("auto", load_architecture(ModelSection()), "cpu", "bf16")
-    assert implementation == "sdpa"
-    assert "flash_attention_3" in reason
-    assert "CUDA" in reason
-
-
-def test_capped_attention_logits_rule_sdpa_out() -> None:
-    gemma = load_architecture(ModelSection(name="google/gemma-2-9b", weights="random"))
-    implementation, reason = backends.choose("auto", gemma, "cpu", "bf16")
-    assert implementation == "eager"
-    assert "caps attention logits" in reason
-
-
-@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex"])
-def test_attention_that_is_asked_for_and_missing_is_refused(name: str) -> None:
-    from finetune.errors import MachineError
-
-    with refusal(MachineError, "model.attention", name):
-        backends.choose(name, load_architecture(ModelSection()), "cpu", "bf16")
-
-
-def test_eager_and_sdpa_agree() -> None:
-    section = ModelSection()
-    found = []
-    for implementation in ("sdpa", "eager"):
-        model = load_base(
-            section, QuantizationSection(kind="none"), load_architecture(section), attention=implementation,
-            dtype=torch.float32, device=CPU,
-        )  # fmt: skip
-        assert model.config._attn_implementation == implementation
-        found.append(logits(model))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(
+    ("name", "expected", "why"),
+    [("builtin:tiny-llama", "sdpa", ("flash_attention_3", "CUDA")),
+     ("google/gemma-2-9b", "eager", ("caps attention logits",))],
+)  # fmt: skip
+def test_auto_attention_says_why(name: str, expected: str, why: tuple[str, ...]) -> None:
+    architecture = load_architecture(ModelSection(name=name, weights="random"))
+    implementation, reason = backends.choose("auto", architecture, "cpu", "bf16")
+    assert implementation == expected
+    assert all(word in reason for word in why)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
 def test_autocast_alone_casts_what_a_lora_layer_is_given(kind: str) -> None:
     """And the logits are the same to the bit."""
     section = AdapterSection(rank=4)
-    model = attach(base(kind, torch.bfloat16), section, BASE, seed=1)
+    model = attach(base(kind, dtype=torch.bfloat16), section, BASE, seed=1)
     given: list[torch.dtype] = []
     for name, module in model.named_modules():
         if name.endswith("lora_A.default"):

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import every_architecture
 import pytest
 import torch
 from jobs import QUICK, sampled, write_rows
@@ -116,31 +117,18 @@ def test_an_explicit_length_is_kept_with_a_note_if_positions_are_computed(quick)
     assert "`data.max_length` 80 is above the 40 positions" in str(note)
 
 
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    [
-        ("gpt2", GPT2),
-        ("opt", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 32,
-                 "word_embed_proj_dim": 32, "max_position_embeddings": POSITIONS}),
-        ("gptj", {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 8, "n_positions": POSITIONS}),
-        ("gpt_neo", {"hidden_size": 32, "num_heads": 4, "num_layers": 2, "max_position_embeddings": POSITIONS,
-                     "attention_types": [[["global", "local"], 1]]}),
-        ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": POSITIONS}),
-        ("bloom", {"hidden_size": 32, "n_head": 4, "n_layer": 2}),
-        ("falcon", {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "alibi": True,
-                    "max_position_embeddings": POSITIONS}),
-        ("llama", LLAMA),
-    ],
-)  # fmt: skip
-def test_a_model_with_a_position_table_fails_beyond_its_end(kind: str, values: dict[str, Any]) -> None:
-    config = AutoConfig.for_model(kind, vocab_size=64, **values)
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gptj", "gpt_neo", "mpt", "bloom", "falcon", "llama"])
+def test_a_model_with_a_position_table_fails_beyond_its_end(kind: str) -> None:
+    config = every_architecture.config(kind)
+    if kind == "falcon":
+        config.alibi = True
     implementation, _ = backends.choose("auto", config, "cpu", "fp32")
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-    model(torch.ones(1, POSITIONS, dtype=torch.long))
+    model(torch.ones(1, 512, dtype=torch.long))
     try:
-        model(torch.ones(1, POSITIONS + 1, dtype=torch.long))
+        model(torch.ones(1, 513, dtype=torch.long))
     except (IndexError, RuntimeError):
-        assert bounds.table_size(model) == POSITIONS
+        assert bounds.table_size(model) == 512
     else:
         assert bounds.table_size(model) is None
 
@@ -165,7 +153,7 @@ def test_rotary_scaling_counts(rope: dict[str, Any], expected: int) -> None:
 
 
 def test_a_base_without_a_limit_of_positions_leaves_the_length_alone() -> None:
-    architecture = AutoConfig.for_model("bloom", hidden_size=32, n_head=4, n_layer=2)
+    architecture = every_architecture.config("bloom")
     assert bounds.within_positions(Config(), architecture) == (Config(), None)
 
 

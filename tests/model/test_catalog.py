@@ -8,7 +8,6 @@ from functools import cache
 import pytest
 import torch
 from messages import refusal
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -73,10 +72,6 @@ def test_every_fact_is_a_field_of_the_configuration_and_arrives_there(subtests: 
                 assert facts[field] in catalog.values(config, _OF_SOME_LAYERS[field])
 
 
-def test_every_entry_says_where_its_number_was_published() -> None:
-    assert [name for name in NAMES if not catalog.find(name).source] == []
-
-
 def test_sliding_window_layers(subtests: pytest.Subtests) -> None:
     for name, sliding, full in [
         ("meta-llama/Llama-3.1-8B", 0, 32),
@@ -96,56 +91,18 @@ def test_sliding_window_layers(subtests: pytest.Subtests) -> None:
             assert (kinds.count("sliding_attention"), kinds.count("full_attention")) == (sliding, full)
 
 
-def test_every_fourth_layer_of_qwen3_5_attends_to_all_tokens() -> None:
-    assert catalog.config("Qwen/Qwen3.5-9B").layer_types == (["linear_attention"] * 3 + ["full_attention"]) * 8
-
-
 def test_an_alias_is_its_model_but_for_tokens_and_context(subtests: pytest.Subtests) -> None:
     for name in ALIASES:
         with subtests.test(name=name):
             entry = catalog.find(name)
             model = catalog.find(entry.alias_of)
             assert entry.name == name
+            assert entry.source
             assert model.alias_of is None
             assert (entry.parameters, entry.source, entry.note) == (model.parameters, model.source, model.note)
             differing = {fact for fact in model.facts if entry.facts[fact] != model.facts[fact]}
             assert differing <= {"eos_token_id", "max_position_embeddings", "rms_norm_eps"}
             assert entry.facts.keys() == model.facts.keys()
-
-
-def test_aliases_resolve() -> None:
-    for name, model in [
-        ("meta-llama/Llama-2-70b-chat-hf", "meta-llama/Llama-2-70b-hf"),
-        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
-        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
-        ("Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-14B"),
-        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B"),
-        ("google/gemma-2-2b-it", "google/gemma-2-2b"),
-        ("google/gemma-3-4b-it", "google/gemma-3-4b-pt"),
-    ]:
-        assert catalog.find(name).alias_of == model
-
-
-def test_multimodal_checkpoints_say_that_only_their_text_model_is_here(subtests: pytest.Subtests) -> None:
-    gemma3 = [f"google/gemma-3-{size}-pt" for size in ("4b", "12b", "27b")]
-    for name in [*gemma3, "google/gemma-4-31B-it", "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B"]:
-        with subtests.test(name=name):
-            entry = catalog.find(name)
-            assert entry.facts["model_type"].endswith("_text")
-            assert "text model" in entry.note
-
-
-def test_quantizable_parameters(subtests: pytest.Subtests) -> None:
-    for name, quantizable in [
-        ("meta-llama/Llama-2-7b-hf", 6_476_005_376),
-        ("meta-llama/Llama-3.1-8B", 6_979_321_856),
-        ("Qwen/Qwen2.5-7B", 6_525_288_448),
-    ]:
-        with subtests.test(name=name):
-            model = shared(name)
-            head = model.get_output_embeddings()
-            linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-            assert sum(m.weight.numel() for m in linears) == quantizable
 
 
 def test_each_configuration_is_new() -> None:
@@ -173,8 +130,5 @@ def test_nearest_ignores_case_and_a_missing_organisation(subtests: pytest.Subtes
     ]:
         with subtests.test(name=name):
             assert catalog.nearest(name)[0] == first
-
-
-def test_nearest_keeps_to_its_limit() -> None:
     assert len(catalog.nearest("Qwen/Qwen2.5-7B", limit=2)) == 2
     assert catalog.nearest("zzz") == []

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from messages import refusal
 from steps import assert_gradients_close, gradients, micro_batches, ready
-from test_packing import ARCHITECTURES, SHARED
+from test_packing import ARCHITECTURES, SHARED, model_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import ArtifactError, NumbersError
@@ -23,24 +22,9 @@ IDS = torch.tensor([[5, 9, 3, 7, 11, 4, 8, 6, 10], [7, 3, 9, 12, 0, 0, 0, 0, 0]]
 MASK = (torch.arange(9) < torch.tensor([[9], [4]])).long()
 MICRO_BATCH: Inputs = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS.masked_fill(MASK == 0, -100)}
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "qwen3": {"head_dim": 8},
-    "granite": {},
-    "olmo2": {},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},  # positions counted from the mask
-    "bloom": {"n_head": 4, "n_layer": 2},  # slopes by distance, made from the mask
-    "mamba": {},  # no attention; the mask zeroes padded states
-    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
-}
-
-
-def model_of(architecture: str, attention: str = "sdpa") -> Any:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **{**SHARED, **{**ARCHITECTURES, **OTHERS}[architecture]})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.2)  # large, so that attention is anything but even
-    return model.eval()
+# Among them positions counted from the mask (opt), slopes by distance that are made from it (bloom), and padded states
+# that it zeroes (mamba).
+OTHERS = ("qwen3", "granite", "olmo2", "opt", "bloom", "mamba", "falcon_h1")
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *OTHERS])
@@ -98,15 +82,6 @@ def test_the_mask_stays_where_it_is_needed() -> None:
     assert causality.needs_mask(balanced, "bf16", (9, 0)), "its balancing loss counts real tokens"
 
 
-def test_cudnn_attention_is_off_within_the_block_and_then_as_before() -> None:
-    from finetune.runtime import libraries
-
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    with libraries.without_cudnn_attention():
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert torch.backends.cuda.cudnn_sdp_enabled() == before
-
-
 def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training(request: pytest.FixtureRequest) -> None:
     from datasets import Dataset
 
@@ -136,6 +111,7 @@ def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training(reques
         work()
         assert seen
         assert not any(seen)
+        assert torch.backends.cuda.cudnn_sdp_enabled(), "as before"
 
     runs(lambda: proof.logits(model, [[5, 6, 7]]))
     runs(lambda: list(answers(model, tokenizer, [[5, 6, 7]], Settings(2))))
@@ -148,13 +124,13 @@ def test_a_model_with_few_positions_is_asked_within_them() -> None:
 
 
 def test_a_head_of_zeros_says_the_same_of_every_token_and_looks_at_none() -> None:
-    model = model_of("llama")
+    model = model_of("llama", "sdpa")
     torch.nn.init.zeros_(model.lm_head.weight)
     causality.prove(model)
 
 
 def test_logits_that_are_not_numbers_do_not_count_as_looking_ahead() -> None:
-    model = model_of("llama")
+    model = model_of("llama", "sdpa")
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
     with refusal(NumbersError, "logits are not finite"):
         causality.prove(model)

@@ -17,7 +17,6 @@ from finetune.errors import ArtifactError, ConfigError
 from finetune.inference import jobs
 from finetune.model.source import chat_template
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.settings import load_config
 from finetune.storage import records
 
 ASK = [{"role": "user", "content": "Hi"}]
@@ -44,25 +43,10 @@ def test_the_tokenizer_keeps_its_own_template_unless_another_is_chosen(tmp_path:
     assert chosen.apply_chat_template(ASK, tokenize=False) == "Hi"
 
 
-def test_a_tokenizer_without_a_template_gets_the_plain_one() -> None:
-    assert chat_template.choose("auto", None) == chat_template.named("plain")
-
-
-def test_a_missing_template_file_is_an_error_with_the_known_names(tmp_path: Path) -> None:
-    with refusal(ConfigError, "`data.chat_template`", "gone.jinja:"):
-        chat_template.choose(str(tmp_path / "gone.jinja"), None)
+def test_a_template_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
     with refusal(ConfigError, "latin.jinja:"):
         chat_template.choose(str(tmp_path / "latin.jinja"), None)
-
-
-def test_the_config_takes_a_name_of_the_table_or_a_file(tmp_path: Path) -> None:
-    config = tmp_path / "job.yaml"
-    config.write_text("data:\n  chat_template: mine.jinja\n")
-    assert load_config(config).data.chat_template == "mine.jinja"
-    config.write_text("data:\n  chat_template: lama3\n")
-    with refusal(ConfigError, "job.yaml:2", "`llama3`"):
-        load_config(config)
 
 
 @pytest.mark.parametrize("name", ["llama3", "gemma", "phi3"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import every_architecture
 import pytest
 import tiny_models
 import torch
 from messages import refusal
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
+from transformers import AutoModelForImageTextToText
 
 from finetune import kernels
 from finetune.config import MemorySection
@@ -106,14 +108,11 @@ def test_attention_with_dropout_is_computed_again() -> None:
 
 
 def test_products_that_are_clipped_in_place_are_not_kept() -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
-    plain, clipped = (AutoConfig.for_model("olmo", clip_qkv=clip, **sizes) for clip in (None, 0.02))
+    plain, clipped = (every_architecture.config("olmo") for _ in range(2))
+    clipped.clip_qkv = 0.02
     assert checkpointing.levels(plain) == LEVELS
     assert checkpointing.levels(clipped) == ("none", "keep-attention", "all")
-    model = AutoModelForCausalLM.from_config(clipped)
+    model = every_architecture.model(clipped)
     for level in ("keep-products", {"all": 1, "keep-both": 1}):
         with refusal(ConfigError, "`keep-attention`", "`all`"):
             checkpointing.apply(model, MemorySection(checkpointing=level), "cpu")
@@ -121,15 +120,11 @@ def test_products_that_are_clipped_in_place_are_not_kept() -> None:
 
 
 def test_products_of_experts_to_which_biases_are_added_in_place_are_not_kept() -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8,
-             "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4, "pad_token_id": 0}  # fmt: skip
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes)).train()
+    model = every_architecture.model(every_architecture.config("gpt_oss")).train()
     checkpointing.apply(model, MemorySection(checkpointing="keep-both"), "cpu")
     ids, found, calls = torch.arange(24)[None], {}, {}
     for level in ("none", "keep-both", "all"):
-        checkpointing.choose(model, [level])
+        checkpointing.choose(model, [level] * 2)
         model.zero_grad(set_to_none=True)
         with Counting() as counted:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -139,19 +134,12 @@ def test_products_of_experts_to_which_biases_are_added_in_place_are_not_kept() -
 
 
 def test_levels_are_of_the_text_layers_alone() -> None:
-    from transformers import AutoModelForImageTextToText, Gemma3Config
-
-    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
-    architecture = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    model = AutoModelForImageTextToText.from_config(architecture)
-    checkpointing.apply(model, MemorySection(checkpointing={"all": 1, "keep-products": 2}), "cpu")
+    model = AutoModelForImageTextToText.from_config(every_architecture.config("gemma3"))
+    checkpointing.apply(model, MemorySection(checkpointing={"all": 1, "keep-products": 1}), "cpu")
     found = checkpointing.layers(model)
-    assert [checkpointing.level_of(layer) for layer in found] == ["all", "keep-products", "keep-products"]
+    assert [checkpointing.level_of(layer) for layer in found] == ["all", "keep-products"]
     assert {type(layer).__name__ for layer in found} == {"Gemma3DecoderLayer"}
-    assert sum(getattr(module, "gradient_checkpointing", False) for module in model.modules()) == 3
+    assert sum(getattr(module, "gradient_checkpointing", False) for module in model.modules()) == 2
 
 
 def test_the_level_of_each_layer() -> None:
@@ -171,5 +159,3 @@ def test_a_ladder_goes_from_level_to_level_by_one_layer() -> None:
 
 def test_each_level_is_known_to_the_config() -> None:
     assert [level for level in LEVELS if level != "none"] == list(checkpointing.KEPT)
-    for level in LEVELS:
-        assert MemorySection(checkpointing=level).checkpointing == level

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from bases import loaded
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
 from finetune.export.merging.updates import Updates
 from finetune.model.adapters import adapter_files
 from finetune.model.adapters.adapter import attach
-from finetune.model.base import load_architecture, load_base
+from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 
 BASE = "builtin:tiny-llama"
@@ -25,18 +26,10 @@ KINDS = {
 SECTION = AdapterSection(rank=4, alpha=12, dora=True, targets=["q_proj", "down_proj"])
 
 
-def base_of(quantization: QuantizationSection) -> Any:
-    section = ModelSection()
-    return load_base(
-        section, quantization, load_architecture(section), attention="sdpa", dtype=torch.float32,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-
-
 @pytest.fixture(params=KINDS)
 def model(request: pytest.FixtureRequest) -> Any:
     """An adapter whose matrices and magnitudes all matter."""
-    model = attach(base_of(KINDS[request.param]), SECTION, BASE, seed=1)
+    model = attach(loaded(KINDS[request.param]), SECTION, BASE, seed=1)
     torch.manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -96,7 +89,7 @@ def test_forward_and_gradients_are_those_of_the_paper(model: Any) -> None:
 
 def test_a_new_adapter_has_the_norms_of_the_dequantized_rows() -> None:
     for quantization in KINDS.values():
-        for _, layer in adapted(attach(base_of(quantization), SECTION, BASE, seed=1)):
+        for _, layer in adapted(attach(loaded(quantization), SECTION, BASE, seed=1)):
             torch.testing.assert_close(
                 layer.lora_magnitude_vector["default"].weight, weight_of(layer.base_layer).norm(dim=1)
             )

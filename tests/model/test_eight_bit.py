@@ -9,24 +9,17 @@ import bitsandbytes as bnb
 import pytest
 import tiny_models
 import torch
+from bases import loaded
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.config import AdapterSection, ModelSection, QuantizationSection
-from finetune.model import base, skeleton
+from finetune.config import AdapterSection, QuantizationSection
+from finetune.model import skeleton
 from finetune.model.adapters.adapter import attach
 from finetune.model.structure import eight_bit
 
 INT8 = QuantizationSection(kind="int8")
 META = torch.device("meta")
 IDS = torch.arange(48)[None]
-
-
-def load(dtype: torch.dtype = torch.bfloat16, kind: str = "int8") -> Any:
-    section = ModelSection()
-    return base.load_base(
-        section, QuantizationSection(kind=kind), base.load_architecture(section), attention="sdpa", dtype=dtype,
-        device=torch.device("cpu"),
-    )  # fmt: skip
 
 
 def layer(inputs: int = 96, outputs: int = 64, *, bias: bool = True, device: str = "cpu") -> Any:
@@ -110,18 +103,14 @@ def test_weights_are_stored_as_bitsandbytes_stores_those_of_a_file(dtype: torch.
 
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
 def test_every_8_bit_layer_of_a_base_is_weight_only(weights: str) -> None:
-    section = ModelSection(weights=weights)
-    model = base.load_base(
-        section, INT8, base.load_architecture(section), attention="sdpa", dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    model = loaded("int8", weights=weights, dtype=torch.bfloat16)
     found = [type(module) for module in model.modules() if isinstance(module, bnb.nn.Linear8bitLt)]
     assert len(found) == 4 * 7
     assert set(found) == {eight_bit.WeightOnly}
 
 
 def test_training_evaluation_and_inference_compute_the_same() -> None:
-    model = attach(load(), AdapterSection(rank=4), "", seed=1)
+    model = attach(loaded("int8", dtype=torch.bfloat16), AdapterSection(rank=4), "", seed=1)
     losses = []
     for training in (True, False):
         model.train(training)
@@ -197,27 +186,3 @@ def test_neither_the_input_nor_the_dequantized_weight_is_kept_for_the_backward_p
     assert torch.Size((5, 64)) not in freed
     out.sum().backward()
     assert leaf.grad is not None
-
-
-# -- what it costs, and what it saves ----------------------------------------------------------------------------------
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected).norm() / expected.norm())
-
-
-def test_an_input_with_one_outlier_is_worth_more_than_8_bits() -> None:
-    """One feature a hundred times above the others, as large language models have (arXiv 2208.07339, section 3)."""
-    module, theirs = layer(512, 256, bias=False), layer(512, 256, bias=False).eval()
-    theirs.__class__ = bnb.nn.Linear8bitLt
-    x = torch.randn(32, 512, generator=torch.Generator().manual_seed(3))
-    errors = []
-    for outlier in (1.0, 100.0):
-        given = x.clone()
-        given[:, 7] *= outlier
-        expected = given.float() @ module.exact.float().T
-        errors.append([relative(one(given.bfloat16()), expected) for one in (module, theirs)])
-    (ours, both), (ours_beside, both_beside) = errors
-    assert ours < both
-    assert ours_beside < 2 * ours
-    assert both_beside > 5 * ours_beside

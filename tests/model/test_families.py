@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import families
 import pytest
 from jobs import sampled
 from messages import refusal
 
-from finetune.config import ModelSection
-from finetune.errors import ArtifactError, MachineError
+from finetune.errors import MachineError
 from finetune.model.attention import backends
-from finetune.model.base import load_architecture
 
 _UNPACKED = {  # what carries a state from row to row, or makes masks without the positions that tell rows apart
     "qwen3_5", "qwen3_5_moe", "glm_moe_dsa", "deepseek_v4", "gpt_oss", "granitemoehybrid", "nemotron", "nemotron_h",
@@ -60,12 +55,3 @@ def test_gated_linear_attention_without_its_kernels_is_reported_on_a_gpu(monkeyp
     assert "1.7 times" in (backends.without_fla(families.architecture("qwen3_5"), "cuda") or "")
     assert backends.without_fla(families.architecture("qwen3_5"), "cpu") is None
     assert backends.without_fla(families.architecture("gemma3"), "cuda") is None
-
-
-@pytest.mark.parametrize(("wrote", "cure"), [("99.2.0.dev0", "transformers 99.2, which"), ("5.1.0", "a newer transf")])
-def test_a_model_type_newer_than_transformers_names_the_version_that_has_it(
-    wrote: str, cure: str, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen9", "transformers_version": wrote}))
-    with refusal(ArtifactError, "`qwen9`", cure):
-        load_architecture(ModelSection(name=str(tmp_path)))

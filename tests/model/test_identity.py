@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -11,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from messages import refusal
+from bases import loaded
 from safetensors.torch import load_file, save_file
 
-from finetune.config import AdapterSection, ModelSection, QuantizationSection
-from finetune.errors import ArtifactError
+from finetune.config import AdapterSection, ModelSection
 from finetune.export.gguf import gguf_model
 from finetune.model import base as base_module
 from finetune.model import build
@@ -82,17 +80,13 @@ def test_every_byte_of_the_weights_counts(base: Path, sharded: bool) -> None:
     assert None not in seen
 
 
-def test_the_config_counts(base: Path) -> None:
-    before = of(base)
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    assert of(base) != before
-
-
-def test_the_processor_of_a_base_that_is_shown_images_counts(base: Path) -> None:
+def test_the_config_counts_and_where_images_are_shown_the_processor(base: Path) -> None:
     def identities() -> tuple[str | None, str | None]:
         return of(base), identity.of_base(ModelSection(name=str(base), vision="frozen"))
 
+    before = of(base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     seen = [identities()]
     for file in ("preprocessor_config.json", "processor_config.json"):
         for size in (32, 48):
@@ -100,6 +94,7 @@ def test_the_processor_of_a_base_that_is_shown_images_counts(base: Path) -> None
             seen.append(identities())
     of_text, of_images = zip(*seen, strict=True)
     assert len({*of_text}) == 1
+    assert before not in of_text
     assert len({*of_images}) == len(seen)
 
 
@@ -153,11 +148,7 @@ def test_other_files_beside_the_loaded_ones_are_not_read_for_the_base(base: Path
     section = ModelSection(name=str(base))
 
     def start() -> dict[str, torch.Tensor]:
-        quantized = QuantizationSection(kind="nf4")
-        model = base_module.load_base(
-            section, quantized, base_module.load_architecture(section), attention="eager", dtype=torch.float32,
-            device=torch.device("cpu"),
-        )  # fmt: skip
+        model = loaded("nf4", base, attention="eager")
         torch.manual_seed(0)
         adapted = adapter.attach(model, AdapterSection(rank=4, init="loftq", targets=["q_proj"]), section.name, seed=1)
         return {name: weight.detach() for name, weight in adapted.named_parameters() if "lora_" in name}
@@ -187,19 +178,6 @@ def test_of_a_tensor_in_two_shards_the_last_counts_as_in_transformers(base: Path
     assert [name in weights.layout_of(file) for file in files] == [False, True]
 
 
-def test_files_that_transformers_takes_for_a_checkpoint_of_ranks_are_never_loaded(base: Path) -> None:
-    """It would read every file of the folder, and the identity be that of model.safetensors alone."""
-    save_file(load_file(base / "model.safetensors"), base / "shard-00000-model-00001-of-00001.safetensors")
-    with contextlib.suppress(ImportError):  # older versions of transformers know no such checkpoints
-        from transformers.distributed.checkpoint import is_sharded_checkpoint
-
-        assert is_sharded_checkpoint(base)
-    assert identity.loaded_files(base) == []
-    for load in (lambda: base_module.from_safetensors(str(base)), lambda: identity.files_to_load(base)):
-        with refusal(ArtifactError, "shard-00000-model-00001-of-00001.safetensors"):
-            load()
-
-
 # -- what is remembered ------------------------------------------------------------------------------------------------
 
 
@@ -210,16 +188,14 @@ def file(tmp_path: Path) -> Path:
     file.write_bytes(b"some weights")
     age(file)
     file_hashes.sha256(file)
-    entries = json.loads(file_hashes.memory().read_text())
+    memory = file_hashes.memory()
+    assert memory.stat().st_mode & 0o777 == 0o600, "private to its user"
+    assert [found.name for found in memory.parent.iterdir()] == [memory.name], "and nothing else is left there"
+    entries = json.loads(memory.read_text())
     entries[os.path.realpath(file)]["sha256"] = "remembered"
-    file_hashes.memory().write_text(json.dumps(entries))
+    memory.write_text(json.dumps(entries))
     assert file_hashes.sha256(file) == "remembered"
     return file
-
-
-def test_cached_hashes_are_private_to_their_user(file: Path, memory: Path) -> None:
-    assert memory.stat().st_mode & 0o777 == 0o600
-    assert [found.name for found in memory.parent.iterdir()] == [memory.name], "and nothing else is left there"
 
 
 @pytest.mark.parametrize("spoil", ["written", "times set back", "replaced"])
@@ -260,14 +236,6 @@ def test_hashes_that_another_user_could_have_written_are_not_trusted(spoil: str,
         memory.chmod(0o602 if spoil.startswith("others") else 0o620)
     assert file_hashes.sha256(file) != "remembered"
     assert file_hashes.sha256(file) != "remembered"
-
-
-def test_malformed_entries_are_hashed_again(file: Path, memory: Path) -> None:
-    key = os.path.realpath(file)
-    stamp = json.loads(memory.read_text())[key]["stamp"]
-    for entry in (1, [], {}, {"stamp": stamp}, {"stamp": stamp, "sha256": 7}, {"stamp": stamp[:4], "sha256": "x"}):
-        memory.write_text(json.dumps({key: entry}))
-        assert len(file_hashes.sha256(file)) == 64
 
 
 def test_a_cache_folder_that_cannot_be_written_only_costs_time(tmp_path: Path, memory: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bases import loaded
 from messages import refusal
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -117,11 +118,7 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def load(folder: Path, kind: str) -> Any:
-    section = ModelSection(name=str(folder))
-    return base.load_base(
-        section, QuantizationSection(kind=kind), base.load_architecture(section), attention="eager",
-        dtype=torch.float32, device=CPU,
-    )  # fmt: skip
+    return loaded(kind, folder, attention="eager")
 
 
 def plain(form: str, folder: Path) -> Any:

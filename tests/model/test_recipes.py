@@ -10,6 +10,7 @@ from typing import Any
 import gguf_in_llama_cpp as bench
 import pytest
 import torch
+from bases import loaded
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -21,9 +22,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from finetune.config import ModelSection, QuantizationSection
+from finetune.config import QuantizationSection
 from finetune.config.serving import GGUF, GRIDS, PACKED
-from finetune.model import base
 from finetune.model.skeleton import weightless_base
 from finetune.model.source import gguf_families, gguf_names
 from finetune.model.structure import packed, quantizers, recipes
@@ -164,14 +164,7 @@ def test_a_base_in_the_form_of_a_file_trains_like_its_decoded_values(family: str
     config, kind = TRAINED[family]
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    section = ModelSection(name=str(tmp_path))
-    held, plain = (
-        base.load_base(
-            section, QuantizationSection(kind=each), base.load_architecture(section), attention="eager",
-            dtype=torch.float32, device=torch.device("cpu"),
-        )
-        for each in (kind, "none")
-    )  # fmt: skip
+    held, plain = (loaded(each, tmp_path, attention="eager") for each in (kind, "none"))
     forms = quantizers.recipe_of(weightless(config), kind)
     stored = {name: how.form for name, one in held.named_parameters() if (how := packed.packing_of(one))}
     tied = set(held.all_tied_weights_keys)

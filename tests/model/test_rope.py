@@ -9,7 +9,7 @@ from typing import Any
 import gguf_in_llama_cpp as bench
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 from jobs import BF16
 from messages import refusal
 from transformers import AutoConfig
@@ -88,9 +88,7 @@ def test_a_gguf_file_carries_it(kind: str, tmp_path: Path) -> None:
     original = config.max_position_embeddings
     rope.scaled(config, section(kind))
     found = gguf_families.family(config)
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", found.arch)
+    writer = GGUFWriter(tmp_path / "a.gguf", found.arch)
     gguf_model._add_parameters(writer, config, found)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

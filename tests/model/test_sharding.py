@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from bases import loaded
 from messages import refusal
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
+from finetune.config import AdapterSection, MemorySection, ModelSection
 from finetune.errors import ConfigError
-from finetune.model import base, build
-from finetune.model.base import load_architecture
+from finetune.model import build
 from finetune.model.distributed import gradient_norm, sharding
 from finetune.model.distributed.sharding import Sharding, Shards
 from finetune.objectives import log_probs
@@ -37,19 +37,11 @@ def shards(request: pytest.FixtureRequest) -> Iterator[Sharding]:
         dist.destroy_process_group()
 
 
-def loaded(shards: Sharding | None, kind: str, weights: str) -> Any:
-    section = ModelSection(weights=weights)
-    return base.load_base(
-        section, QuantizationSection(kind=kind), load_architecture(section),
-        attention="eager", dtype=torch.float32, device=CPU, placement=shards,
-    )  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["random", "pretrained"])
 @pytest.mark.parametrize("kind", ["nf4", "none"])
 def test_of_a_layer_only_this_ranks_rows_stay_once_it_is_loaded(shards: Sharding, kind: str, weights: str) -> None:
-    whole, cut = loaded(None, kind, weights), loaded(shards, kind, weights)
+    whole, cut = (loaded(kind, weights=weights, attention="eager", placement=each) for each in (None, shards))
     inside = {name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
     assert len(inside) == 4 * 7
     rank = dist.get_rank()
@@ -62,10 +54,10 @@ def test_of_a_layer_only_this_ranks_rows_stay_once_it_is_loaded(shards: Sharding
 
 
 def test_every_weight_is_sharded_and_has_its_whole_shape(shards: Sharding) -> None:
+    base = loaded("nf4", weights="random", attention="eager", placement=shards)
     model = build.trainable(
-        loaded(shards, "nf4", "random"), ModelSection(), AdapterSection(rank=2), MemorySection(),
-        seed=0, device_type="cpu", placement=shards,
-    )  # fmt: skip
+        base, ModelSection(), AdapterSection(rank=2), MemorySection(), seed=0, device_type="cpu", placement=shards
+    )
     assert isinstance(model, FSDPModule)
     for weight in model.parameters():
         each = -(-len(weight) // RANKS)
@@ -105,7 +97,7 @@ def test_embeddings_and_head_are_whole_only_where_they_are_used(tied: bool, shar
 
 def test_a_head_that_would_not_be_gathered_is_refused(shards: Sharding) -> None:
     """Its norm stands after the layers, and is not used."""
-    base = loaded(shards, "none", "random")
+    base = loaded("none", weights="random", attention="eager", placement=shards)
     base.config.tie_word_embeddings = False
     base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
     base.model.forward = types.MethodType(lambda self, input_ids, **_: self.embed_tokens(input_ids), base.model)
@@ -115,7 +107,7 @@ def test_a_head_that_would_not_be_gathered_is_refused(shards: Sharding) -> None:
 
 
 def test_a_layer_that_peft_would_copy_to_train_it_in_full_is_refused(shards: Sharding) -> None:
-    base = loaded(shards, "none", "random")
+    base = loaded("none", weights="random", attention="eager", placement=shards)
     model = build.trainable(
         base, ModelSection(), AdapterSection(extra_modules=["down_proj"]), MemorySection(), seed=0, device_type="cpu"
     )

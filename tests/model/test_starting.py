@@ -92,7 +92,7 @@ def test_layers_and_shapes_are_those_of_the_tensors(saved: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8", "none"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
 def test_dora_starts_on_a_base_of_each_kind_of_quantization(kind: str, tmp_path: Path) -> None:
     """What is checked before weights are loaded takes none; the magnitudes are those of the file."""
     config = BF16.changed({"model.weights": "random", "quantization.kind": kind})

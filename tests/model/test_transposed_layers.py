@@ -9,16 +9,15 @@ from typing import Any
 import every_architecture
 import pytest
 import torch
-from jobs import BF16, sampled
+from bases import loaded
+from jobs import sampled
 from messages import refusal
 
 import finetune
 from finetune.config import AdapterSection
 from finetune.doctor import run_check as run_directory
 from finetune.errors import ConfigError
-from finetune.model import base
 from finetune.model.adapters import adapter
-from finetune.model.base import load_architecture
 
 LORA = AdapterSection(rank=2)
 
@@ -64,16 +63,10 @@ def test_transposed_layers_are_targeted_ranked_and_bounded_like_linear_ones() ->
 
 
 def test_loftq_brings_it_nearer_to_the_weights_on_disk(folder: Path) -> None:
-    config = BF16.changed({"model.name": str(folder)})
     ids = torch.arange(4, 44)[None]
 
     def logits(kind: str, init: str = "default") -> torch.Tensor:
-        quantization = config.quantization.model_copy(update={"kind": kind})
-        model = base.load_base(
-            config.model, quantization, load_architecture(config.model),
-            attention="sdpa", dtype=torch.float32, device=torch.device("cpu"),
-        )  # fmt: skip
-        section = AdapterSection(rank=16, init=init)
+        model, section = loaded(kind, folder), AdapterSection(rank=16, init=init)
         with torch.inference_mode():
             return adapter.attach(model, section, str(folder), 1).eval()(input_ids=ids).logits
 

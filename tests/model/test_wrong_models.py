@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import every_architecture
 import pytest
 import torch
 from jobs import TINY
@@ -20,17 +21,6 @@ from transformers import CONFIG_MAPPING
 Call = Callable[..., tuple[int, str, str]]
 Change = Callable[[Path], object]
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 3, "bos_token_id": 0, "eos_token_id": 2,
-}  # fmt: skip
-_MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, **_SIZES}
-_GPT2 = {"model_type": "gpt2", "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 2048}
-_JETMOE = {
-    "model_type": "jetmoe", "vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2,
-    "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
-}  # fmt: skip
-_MAMBA = {"model_type": "mamba", "vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 _MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 _CODE = {"model_type": "own", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
@@ -69,6 +59,11 @@ def config(values: dict[str, Any]) -> Change:
 def default(model_type: str, **values: Any) -> Change:
     """Writes transformers' default config of a type."""
     return lambda folder: config({**CONFIG_MAPPING[model_type]().to_dict(), **values})(folder)
+
+
+def small(model_type: str) -> Change:
+    """Writes a small one."""
+    return lambda folder: config(every_architecture.config(model_type).to_dict())(folder)
 
 
 def file(name: str, content: str) -> Change:
@@ -112,31 +107,31 @@ BASES: list[tuple[str, Change, list[str], int, str, str]] = [
     ("GPTQ", quantized(quant_method="gptq", bits=4), [], 2, "(GPTQ, 4 bit)", "name its 16-bit original"),
     ("FP8 and DoRA", quantized(**_FP8), ["adapter.dora=true"], 2, "`adapter.dora`", "set `dora: false`"),
     ("a kernel of the hub", says({"_attn_implementation": "some/flash"}), [], 7, "'some/flash'", "remove that line"),
-    ("DoRA on experts", config(_MIXTURE), ["adapter.dora=true"], 2, "`adapter.dora`", "`adapter.expert_rank: 0`"),
-    ("PiSSA on experts", config(_MIXTURE), ["adapter.init=pissa", "quantization.kind=none"], 2, "`adapter.init`",
+    ("DoRA on experts", small("mixtral"), ["adapter.dora=true"], 2, "`adapter.dora`", "`adapter.expert_rank: 0`"),
+    ("PiSSA on experts", small("mixtral"), ["adapter.init=pissa", "quantization.kind=none"], 2, "`adapter.init`",
      "`adapter.expert_rank: 0`"),
-    ("LoftQ on experts", config(_MIXTURE), ["adapter.init=loftq"], 2, "`adapter.init`", "`adapter.expert_rank: 0`"),
-    ("experts named and left out", config(_MIXTURE), ["adapter.targets=experts.down_proj", "adapter.expert_rank=0"],
+    ("LoftQ on experts", small("mixtral"), ["adapter.init=loftq"], 2, "`adapter.init`", "`adapter.expert_rank: 0`"),
+    ("experts named and left out", small("mixtral"), ["adapter.targets=experts.down_proj", "adapter.expert_rank=0"],
      2, "`adapter.expert_rank`", "remove one of them"),
-    ("the rank of experts above their width", config(_MIXTURE), ["adapter.expert_rank=4000"], 2,
+    ("the rank of experts above their width", small("mixtral"), ["adapter.expert_rank=4000"], 2,
      "`adapter.expert_rank`", "32 at most"),
-    ("experts by another name", config(_MIXTURE), ["adapter.targets=experts.0.down_proj"], 2, "`adapter.targets`",
+    ("experts by another name", small("mixtral"), ["adapter.targets=experts.0.down_proj"], 2, "`adapter.targets`",
      "did you mean `experts.down_proj`?"),
-    ("experts named, and DoRA", config(_MIXTURE), ["adapter.targets=experts.down_proj", "adapter.dora=true"], 2,
+    ("experts named, and DoRA", small("mixtral"), ["adapter.targets=experts.down_proj", "adapter.dora=true"], 2,
      "`adapter.dora`", "remove one"),
-    ("a router and dropout", config(_MIXTURE), ["adapter.targets=gate.weight", "adapter.dropout=0.1"], 2,
+    ("a router and dropout", small("mixtral"), ["adapter.targets=gate.weight", "adapter.dropout=0.1"], 2,
      "`adapter.dropout`", "remove one"),
-    ("a rank of experts without experts", config(_MIXTURE), ["adapter.targets=q_proj", "adapter.expert_rank=4"], 2,
+    ("a rank of experts without experts", small("mixtral"), ["adapter.targets=q_proj", "adapter.expert_rank=4"], 2,
      "`adapter.expert_rank`", "remove it"),
-    ("ZeRO-3 with experts", config(_MIXTURE),
+    ("ZeRO-3 with experts", small("mixtral"),
      ["distributed.kind=deepspeed", "distributed.stage=weights", "optimizer.kind=adamw_torch_fused"], 2,
      "`distributed.stage: weights`", "set `stage: gradients`"),
-    ("rows over the positions", config(_GPT2), ["data.max_length=512"], 2, "`data.max_length`", "set it to 128"),
-    ("rotary scaling without rotations", config(_GPT2), ["model.rope_scaling={rope_type: yarn, factor: 4}"], 2,
+    ("rows over the positions", small("gpt2"), ["data.max_length=1024"], 2, "`data.max_length`", "set it to 512"),
+    ("rotary scaling without rotations", small("gpt2"), ["model.rope_scaling={rope_type: yarn, factor: 4}"], 2,
      "`model.rope_scaling`", "remove it"),
-    ("checkpointing unsupported", config(_JETMOE), ["memory.checkpointing=all", "model.weights=random"], 2,
+    ("checkpointing unsupported", small("jetmoe"), ["memory.checkpointing=all", "model.weights=random"], 2,
      "`memory.checkpointing`", "set it to `none`"),
-    ("packing of states", config(_MAMBA), ["data.packing=true"], 4, "`data.packing`", "set `data.packing: false`"),
+    ("packing of states", small("mamba"), ["data.packing=true"], 4, "`data.packing`", "set `data.packing: false`"),
     ("a newer type", config({"model_type": "next", "transformers_version": "9.1.0"}), [], 7, "models of type `next`",
      "install transformers 9.1"),
     ("a newer type that nobody dated", config({"model_type": "next"}), [], 7, "models of type `next`",
@@ -289,31 +284,20 @@ def refusal(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 def test_wrong_bases_are_refused_with_the_cure_before_the_data(
     refusal: Callable[..., tuple[int, str]], shallow_base: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    for number, (what, change, overrides, expected, named, cure) in enumerate(BASES):
+    for number, (what, change, overrides, expected, *words) in enumerate(BASES):
         with subtests.test(what=what):
             folder = Path(shutil.copytree(shallow_base, tmp_path / f"base{number}"))
             change(folder)
             code, said = refusal(f"model.name={folder}", *overrides)
-            assert code == expected
-            assert named in said
-            assert cure in said
+            assert (code, [word for word in words if word not in said]) == (expected, []), said
 
 
 def test_wrong_configs_for_models_are_refused_with_key_and_cure_before_the_data(
-    refusal: Callable[..., tuple[int, str]], subtests: pytest.Subtests
+    refusal: Callable[..., tuple[int, str]], tiny_base: Path, subtests: pytest.Subtests
 ) -> None:
-    for overrides, expected, named, cure in CONFIGS:
+    for overrides, expected, *words in CONFIGS:
         with subtests.test(overrides=overrides):
             code, said = refusal(*overrides)
-            assert code == expected
-            assert named in said
-            assert cure in said
-
-
-def test_a_good_base_gets_as_far_as_its_data(refusal: Callable[..., tuple[int, str]], tiny_base: Path) -> None:
+            assert (code, [word for word in words if word not in said]) == (expected, []), said
     with pytest.raises(AssertionError, match="data were prepared"):
-        refusal(f"model.name={tiny_base}")
-
-
-def test_many_mistakes_are_made() -> None:
-    assert len(BASES) + len(CONFIGS) >= 100
+        refusal(f"model.name={tiny_base}")  # a good base
