@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import every_architecture
 import pytest
 import torch
+from bases import loaded
 from jobs import sampled, save_base
 from messages import refusal
 from steps import ready
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralPreTrainedModel
+from transformers import AutoModelForCausalLM, MixtralPreTrainedModel
 
 import finetune
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
@@ -23,7 +25,7 @@ from finetune.errors import ConfigError
 from finetune.model.adapters.adapter import attach
 from finetune.model.adapters.expert_adapter import ParamWrapper
 from finetune.model.attention import backends
-from finetune.model.base import load_architecture, load_base
+from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.recompute import checkpointing
 from finetune.model.structure import experts
@@ -33,26 +35,7 @@ from finetune.storage.rundir import RunDirectory
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 35)[None]
 EXPERTS = 4
-SHARED: dict[str, Any] = {
-    "vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "num_experts_per_tok": 2,
-}  # fmt: skip
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": EXPERTS},
-    "qwen3_moe": {"head_dim": 8, "num_experts": EXPERTS, "moe_intermediate_size": 16},
-    "olmoe": {"num_experts": EXPERTS},
-    "granitemoe": {"num_local_experts": EXPERTS},
-    "gpt_oss": {"head_dim": 8, "num_local_experts": EXPERTS},
-    "deepseek_v3": {
-        "n_routed_experts": EXPERTS, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
-    },
-}  # fmt: skip
-SHARED_EXPERTS: dict[str, Any] = {
-    "num_experts": EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32,
-}  # fmt: skip
+ARCHITECTURES = ("mixtral", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +47,15 @@ def base_of(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Callab
         folder = root / name
         if not folder.exists():
             torch.manual_seed(0)
-            config = AutoConfig.for_model(name, **{**SHARED, **ARCHITECTURES.get(name, SHARED_EXPERTS)})
-            save_base(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), folder, tiny_base)
+            model = AutoModelForCausalLM.from_config(every_architecture.config(name), dtype=torch.bfloat16)
+            save_base(model, folder, tiny_base)
         return folder
 
     return make
 
 
 def load(folder: Path, kind: str = "nf4", weights: str = "pretrained") -> Any:
-    section = ModelSection(name=str(folder), weights=weights)
-    return load_base(
-        section, QuantizationSection(kind=kind), load_architecture(section), attention="eager", dtype=torch.bfloat16,
-        device=CPU,
-    )  # fmt: skip
+    return loaded(kind, folder, weights=weights, attention="eager", dtype=torch.bfloat16)
 
 
 def whole(model: Any) -> Any:
@@ -278,11 +257,7 @@ def test_the_described_mixture_is_the_one_that_is_loaded(name: str, base_of: Cal
 
 def test_experts_that_cannot_be_quantized_are_described_as_unquantized() -> None:
     """DBRX keeps all experts of a layer in matrices, one below the other."""
-    config = AutoConfig.for_model(
-        "dbrx", d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=64,
-        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0},
-        ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
-    )  # fmt: skip
+    config = every_architecture.config("dbrx")
     section = ModelSection(name="dbrx", weights="random")
     base = Blueprint(section, QuantizationSection(), config, "eager", torch.bfloat16)
     mixture = base.check(AdapterSection(kind="none"))
