@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from bases import Operators
 from bases import loaded as base
+from jobs import logits
 from messages import refusal
 from peft import PeftModel, get_peft_model_state_dict
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config import AdapterSection, MemorySection, ModelSection
 from finetune.errors import ConfigError
@@ -23,25 +24,8 @@ BASE = "builtin:tiny-llama"
 IDS = torch.arange(48)[None]
 
 
-@torch.inference_mode()
-def logits(model) -> torch.Tensor:
-    return model.eval()(input_ids=IDS).logits
-
-
 def trained(model) -> dict[str, torch.Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-class Calls(TorchDispatchMode):
-    """The operators that are called in the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.made.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_all_linear_layers_but_the_head_are_adapted() -> None:
@@ -117,9 +101,9 @@ def test_the_trained_weights_are_found_without_a_copy_of_anything() -> None:
     section = AdapterSection(rank=4, dora=True, extra_modules=["norm"])
     model = attach(base("nf4"), section, BASE, seed=1)
     expected = get_peft_model_state_dict(model, save_embedding_layers=False)
-    with Calls() as calls:
+    with Operators() as operators:
         found = weights(model)
-    assert set(calls.made) <= {"aten.detach.default"}, "a view"
+    assert set(operators.calls) <= {"aten::detach"}, "a view"
     assert found.keys() == expected.keys()
     assert {id(weight) for weight in found.values()} == {id(weight) for weight in trained(model).values()}
 

@@ -9,8 +9,8 @@ import every_architecture
 import pytest
 import tiny_models
 import torch
+from bases import Operators
 from messages import refusal
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoModelForImageTextToText
 
@@ -24,18 +24,6 @@ from finetune.model.recompute import checkpointing, keeping
 LAYERS = 3
 # Of one layer: the products of its seven linear layers, and attention.
 PRODUCTS = 7
-
-
-class Counting(TorchDispatchMode):
-    """Counts the calls of each operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func.name()] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def made(kind: str = "nf4", *, attention_dropout: float = 0.0, dropout: float = 0.0) -> Any:
@@ -54,7 +42,7 @@ def gradients(model: Any, level: str) -> tuple[list[torch.Tensor], Counter[str]]
     model.zero_grad(set_to_none=True)
     torch.manual_seed(7)
     ids = torch.randint(3, 256, (2, 24), generator=torch.Generator().manual_seed(0))
-    with Counting() as counted:
+    with Operators() as counted:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return [one.grad for one in model.parameters() if one.requires_grad], counted.calls
 
@@ -126,7 +114,7 @@ def test_products_of_experts_to_which_biases_are_added_in_place_are_not_kept() -
     for level in ("none", "keep-both", "all"):
         checkpointing.choose(model, [level] * 2)
         model.zero_grad(set_to_none=True)
-        with Counting() as counted:
+        with Operators() as counted:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         found[level], calls[level] = [one.grad for one in model.parameters()], counted.calls["aten::addmm"]
     assert_equal(found["keep-both"], found["none"])

@@ -9,7 +9,7 @@ import bitsandbytes as bnb
 import pytest
 import tiny_models
 import torch
-from bases import loaded
+from bases import Operators, loaded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config import AdapterSection, QuantizationSection
@@ -36,18 +36,6 @@ def layer(inputs: int = 96, outputs: int = 64, *, bias: bool = True, device: str
 
 def dequantized(weight: Any) -> torch.Tensor:
     return weight.data * weight.SCB[:, None] / 127
-
-
-class Operators(TorchDispatchMode):
-    """The names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 # -- quantized wherever they are made ----------------------------------------------------------------------------------
@@ -134,8 +122,8 @@ def test_nothing_but_the_weight_is_quantized_on_any_device(
         out = module(x)
         if training:
             out.sum().backward()
-    assert any("mm" in name for name in operators.names)
-    assert not any("bitsandbytes" in name for name in operators.names)
+    assert any("mm" in name for name in operators.calls)
+    assert not any("bitsandbytes" in name for name in operators.calls)
 
 
 @pytest.mark.parametrize("bias", [True, False])

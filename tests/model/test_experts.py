@@ -13,7 +13,7 @@ import every_architecture
 import pytest
 import torch
 from bases import loaded
-from jobs import sampled, save_base
+from jobs import logits, sampled, save_base
 from messages import refusal
 from steps import ready
 from transformers import AutoModelForCausalLM, MixtralPreTrainedModel
@@ -62,11 +62,6 @@ def whole(model: Any) -> Any:
     """`model` with its experts dequantized once and for all, as a reference."""
     experts.dequantize(model, torch.bfloat16)
     return model
-
-
-@torch.inference_mode()
-def logits(model: Any) -> torch.Tensor:
-    return model.eval()(input_ids=IDS).logits
 
 
 # -- experts in 4 bit --------------------------------------------------------------------------------------------------

@@ -164,22 +164,27 @@ def test_rows_that_are_padded_are_attended_to_as_transformers_does(model: Any) -
     model.set_attn_implementation(name)
 
 
+class Watch(torch.overrides.TorchFunctionMode):
+    """The sizes of the last two dimensions of all tensors made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[tuple[int, ...]] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.made.add(tuple(out.shape[-2:]))
+        return out
+
+
+@torch.no_grad()
 def test_no_mask_of_the_whole_row_is_made() -> None:
-    made: list[tuple[int, ...]] = []
-    model = model_of("mistral", packing.EACH)
     inputs = packed([[3] * 20, [4] * 20, [5] * 20])
-
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                made.append(tuple(out.shape))
-            return out
-
-    with torch.no_grad(), Watch():
-        model(**inputs, use_cache=False)
-    assert (1, 1, 20, 20) in made, "the window needs a mask for each row"
-    assert not [shape for shape in made if shape[-2:] == (60, 60)]
+    with Watch() as watch:
+        model_of("mistral", packing.EACH)(**inputs, use_cache=False)
+    assert (20, 20) in watch.made, "the window needs a mask for each row"
+    assert (60, 60) not in watch.made
 
 
 def test_generation_is_the_same_with_packed_attention(model: Any) -> None:

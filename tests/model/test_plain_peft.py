@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import every_architecture
 import pytest
 import test_architectures
 import test_experts
@@ -22,31 +23,13 @@ from finetune.errors import ArtifactError, ConfigError
 from finetune.model.adapters import adapter, adapter_files, plain_peft, published
 
 IDS = torch.arange(3, 23)[None]
-_DELTA: dict[str, Any] = {
-    "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-_SHARED = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-_DEEPSEEK = test_experts.ARCHITECTURES["deepseek_v3"]
 # Mixtures with dense layers or shared experts, and those whose files have other names than the model that is trained.
-OTHERS: dict[str, dict[str, Any]] = {
-    "glm4_moe": {
-        "n_routed_experts": 4, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1,
-        "head_dim": 8, "n_group": 1, "topk_group": 1,
-    },
-    "glm_moe_dsa": {**_DEEPSEEK, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
-    "ernie4_5_moe": {
-        "moe_num_experts": 4, "moe_intermediate_size": 16, "moe_k": 2, "moe_num_shared_experts": 1,
-        "moe_layer_start_index": 1,
-    },
-    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8, "eod_token_id": 2},
-    "qwen2_moe": test_experts.SHARED_EXPERTS,
-    "qwen3_next": {**_DELTA, **_SHARED},
-    "qwen3_5_text": _DELTA,
-    "qwen3_5_moe_text": {**_DELTA, **_SHARED},
-    **{name: {"head_dim": 8} for name in ("llama", "qwen2", "mistral", "phi3", "gemma2", "gemma3_text")},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 128},
-}  # fmt: skip
+_OTHERS = (
+    "glm4_moe", "glm_moe_dsa", "ernie4_5_moe", "hunyuan_v1_moe", "qwen2_moe", "qwen3_next", "qwen3_5_text",
+    "qwen3_5_moe_text", "llama", "qwen2", "mistral", "phi3", "gemma2", "gemma3_text", "gpt2",
+)  # fmt: skip
+ARCHITECTURES = {*_OTHERS, *test_experts.ARCHITECTURES, *test_architectures.ARCHITECTURES}
+"""Every architecture that the tests build."""
 MISTAKEN = {"deepseek_v3", "glm4_moe", "glm_moe_dsa", "ernie4_5_moe", "hunyuan_v1_moe", "qwen3_next"}
 
 
@@ -54,18 +37,16 @@ OFTEN = {"deepseek_v3", "hunyuan_v1_moe", "qwen3_next", "qwen3_5_moe_text", "gpt
 """Those that are tried often; the others in the long tests."""
 
 
-def architectures() -> dict[str, dict[str, Any]]:
-    """Every architecture that the tests build, as small as they do."""
-    sizes = test_experts.SHARED
-    return {
-        **{name: {**sizes, **values} for name, values in {**test_experts.ARCHITECTURES, **OTHERS}.items()},
-        **test_architectures.ARCHITECTURES,
-    }
+def config_of(name: str) -> Any:
+    config = every_architecture.config(name)
+    if name == "hunyuan_v1_moe":
+        config.num_experts, config.moe_topk = 4, 2
+    return config
 
 
 def base_of(name: str) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **architectures()[name]), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32)
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.1)
@@ -131,9 +112,7 @@ def read_by_peft(*folders: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # PEFT sets it for GPT-2's layers
-@pytest.mark.parametrize(
-    "names", [OFTEN, pytest.param(architectures().keys() - OFTEN, marks=pytest.mark.long)], ids=len
-)
+@pytest.mark.parametrize("names", [OFTEN, pytest.param(ARCHITECTURES - OFTEN, marks=pytest.mark.long)], ids=len)
 def test_peft_alone_reads_every_tensor_of_every_architecture(
     names: set[str], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
@@ -162,9 +141,9 @@ def write(model: Any, folder: Path) -> None:
     published.write(adapter_files.weights(model), plain_peft.settings(model), folder)
 
 
-def skeleton(name: str, values: dict[str, Any] | None = None) -> Any:
+def skeleton(name: str) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(values or architectures()[name])))
+        return AutoModelForCausalLM.from_config(config_of(name))
 
 
 def prove(name: str, folder: Path, model: Any) -> None:
@@ -175,13 +154,10 @@ def prove(name: str, folder: Path, model: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("llama", {"dora": True}),
         ("llama", {"extra_modules": ["embed_tokens", "norm", "lm_head"]}),
         ("qwen2", {"dora": True, "extra_modules": ["embed_tokens"], "rslora": True, "ranks": {"q_proj": 2}}),
         ("mixtral", {"targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}),
-        ("qwen3_moe", {"targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}),
         ("qwen3_moe", {"targets": ["q_proj", "gate.weight"]}),
-        ("deepseek_v3", {"targets": ["gate_proj"]}),
         ("deepseek_v3", {"targets": ["q_b_proj", "down_proj", "experts.gate_up_proj"]}),
         ("deepseek_v3", {"targets": [r".*layers[.]1[.].*(up_proj|o_proj)"], "rslora": True}),
         ("deepseek_v3", {"extra_modules": ["norm"], "ranks": {"o_proj": 2}}),
@@ -210,7 +186,9 @@ def test_every_kind_of_adapter_is_proven_and_one_tensor_that_is_lost_is_seen(
 def test_peft_puts_such_an_adapter_on_a_4_bit_base_too(tmp_path: Path) -> None:
     sizes = dict.fromkeys(("hidden_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "v_head_dim"), 64)
     heads = dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 32)
-    values = {**architectures()["deepseek_v3"], **sizes, **heads, "intermediate_size": 128}
+    values = config_of("deepseek_v3").to_dict() | sizes | heads | {"intermediate_size": 128}
+    for derived in ("model_type", "head_dim", "qk_head_dim"):
+        del values[derived]
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **values), dtype=torch.float32)
     base.save_pretrained(tmp_path / "base")
@@ -227,8 +205,8 @@ def test_peft_puts_such_an_adapter_on_a_4_bit_base_too(tmp_path: Path) -> None:
     assert not torch.allclose(logits(quantized()), ours, rtol=0.1)
 
 
-def refuse(name: str, section: AdapterSection, values: dict[str, Any] | None = None) -> None:
-    published.check(skeleton(name, values), lambda: skeleton(name, values), section)
+def refuse(name: str, section: AdapterSection) -> None:
+    published.check(skeleton(name), lambda: skeleton(name), section)
 
 
 def test_what_peft_cannot_read_is_refused_before_weights_are_loaded() -> None:
@@ -242,11 +220,7 @@ def test_what_peft_cannot_read_is_refused_before_weights_are_loaded() -> None:
     refuse("deepseek_v3", AdapterSection(rank=4, ranks={"o_proj": 2, "up_proj": 4}))
 
 
-_SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8, "head_dim": 8}
-
-
 def test_layers_whose_tensors_peft_would_rename_are_refused_before_weights_are_loaded() -> None:
-    values = {**test_experts.SHARED, **_SLIDING, **_SHARED}
     with refusal(ConfigError, "shared_experts", "down_proj"):
-        refuse("laguna", AdapterSection(), values)
-    refuse("laguna", AdapterSection(targets=["q_proj"]), values)
+        refuse("laguna", AdapterSection())
+    refuse("laguna", AdapterSection(targets=["q_proj"]))

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from finetune.model.attention import packing, windows
-from tests.model.test_packing import ARCHITECTURES, SHARED, in_torch_2_13, model_of, packed
+from tests.model.test_packing import ARCHITECTURES, SHARED, Watch, in_torch_2_13, model_of, packed
 
 ROWS, TOKENS = 2, 60
 EACH, VARLEN, EAGER = (name.replace("packed", "windowed") for name in (packing.EACH, packing.VARLEN, packing.EAGER))
@@ -17,20 +17,6 @@ PLAIN = {EACH: "sdpa", EAGER: "eager"}
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "BLOCK", 8)
-
-
-class Watch(torch.overrides.TorchFunctionMode):
-    """The sizes of the last two dimensions of all tensors made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: set[tuple[int, ...]] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self.made.add(tuple(out.shape[-2:]))
-        return out
 
 
 def trained(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
