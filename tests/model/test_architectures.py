@@ -237,7 +237,7 @@ _UNLIKE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("known", sampled(_UNLIKE, "gemma4", "kimi_linear"))
+@pytest.mark.parametrize("known", sampled(_UNLIKE, "kimi_linear"))
 def test_a_model_unlike_others_is_planned_and_trained_and_answers(
     known: str, tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,11 +184,6 @@ def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused_before_weights_are
             use()
 
 
-def test_an_embedding_with_rows_to_spare_is_fine(make_base, quick) -> None:
-    base = make_base("llama", {**LLAMA, "max_position_embeddings": 1024}, more_tokens=64)
-    finetune.train(quick(f"model.name={base}", "quantization.kind=none"), terminal=Notes())
-
-
 @pytest.mark.parametrize("wrong", [-1, 2_048, 2**31, 10**30])
 def test_a_token_id_outside_the_vocabulary_is_a_problem_of_its_row(wrong: int, quick, tmp_path: Path) -> None:
     file = tmp_path / "tokens.jsonl"

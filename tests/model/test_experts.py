@@ -374,7 +374,7 @@ def test_a_mixture_whose_routers_cannot_be_read_says_that_it_trains_without_its_
     assert "trains without its load-balancing loss" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mixture_resumes_where_it_stopped(base_of: Callable[[str], Path], quick: Any) -> None:
     job = [f"model.name={base_of('olmoe')}", "data.eval=none", *STEPS]
     finetune.train(quick(*job, "training.max_steps=1", "training.schedule=constant"))

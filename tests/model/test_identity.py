@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from bases import loaded
+from messages import refusal
 from safetensors.torch import load_file, save_file
 
 from finetune.config import AdapterSection, ModelSection
+from finetune.errors import ArtifactError
 from finetune.export.gguf import gguf_model
 from finetune.model import base as base_module
 from finetune.model import build
@@ -176,6 +178,15 @@ def test_of_a_tensor_in_two_shards_the_last_counts_as_in_transformers(base: Path
     weights.check_tensors()
     assert loaded.tolist() == weights[name].tolist() == [5] * 192
     assert [name in weights.layout_of(file) for file in files] == [False, True]
+
+
+def test_files_that_transformers_takes_for_a_checkpoint_of_ranks_are_never_loaded(base: Path) -> None:
+    """It would read every file of the folder, and the identity be that of model.safetensors alone."""
+    save_file(load_file(base / "model.safetensors"), base / "shard-00000-model-00001-of-00001.safetensors")
+    assert identity.loaded_files(base) == []
+    for load in (lambda: base_module.from_safetensors(str(base)), lambda: identity.files_to_load(base)):
+        with refusal(ArtifactError, "shard-00000-model-00001-of-00001.safetensors"):
+            load()
 
 
 # -- what is remembered ------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_a_precision_that_a_device_cannot_train_in_is_refused(
     [
         ("T4", [], "fp16", 65e12),
         pytest.param("T4", ["adapter.dtype=bfloat16"], "fp32", 8.1e12, marks=pytest.mark.long),
-        ("RTX 4090", ["training.precision=fp32"], "fp32", 82.6e12),
+        pytest.param("RTX 4090", ["training.precision=fp32"], "fp32", 82.6e12, marks=pytest.mark.long),
         pytest.param("16GiB", [], "bf16", None, marks=pytest.mark.long),
     ],
 )
@@ -113,7 +113,10 @@ def test_a_fit_writes_the_precision_with_its_reason(quick: Callable[..., Config]
     assert "T4" in fitted.reasons["training.precision"]
 
 
-@pytest.mark.parametrize(("then", "now", "value"), [(["avx512_bf16"], [], "bf16"), ([], ["amx_bf16"], "fp32")])
+@pytest.mark.parametrize(
+    ("then", "now", "value"),
+    [(["avx512_bf16"], [], "bf16"), pytest.param([], ["amx_bf16"], "fp32", marks=pytest.mark.long)],
+)
 def test_a_run_goes_on_in_the_precision_it_was_started_in(
     quick: Callable[..., Config], has: Has, capsys: pytest.CaptureFixture, then: Iterable[str], now: Iterable[str],
     value: str,

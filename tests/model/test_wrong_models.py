@@ -218,7 +218,10 @@ CONFIGS: list[tuple[list[str], int, str, str]] = [
     (["quantization.kind=gptq"], 2, "`quantization.kind`", "write `nf4`"),
     (["quantization.kind=nf5"], 2, "`quantization.kind`", "did you mean `nf4`?"),
     (["adapter.kind=none", "quantization.kind=nf4"], 2, "`adapter.kind`", "set `quantization.kind: none`"),
-    (["model.attention=flash_attention_2"], 4, "`model.attention: flash_attention_2`", "set `auto`"),
+    *(
+        ([f"model.attention={name}"], 4, f"`model.attention: {name}`", "set `auto`")
+        for name in ("flash_attention_2", "flash_attention_3", "flex")
+    ),
     (["model.attention=sageattention"], 2, "`model.attention`", "write `auto`"),
     (["adapter.targets=q_prj"], 2, "`adapter.targets`", "did you mean `q_proj`?"),
     (["adapter.targets=query_key_value"], 2, "`adapter.targets`", "choose from q_proj"),
