@@ -316,9 +316,7 @@ def test_no_more_tokens_are_tried_than_the_model_has_positions() -> None:
     planning.check_traceable(tiny_models.config(), architecture, CPU)
 
 
-def test_a_step_that_fails_is_reported_before_weights_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_step_is_reported_before_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.mpt import modeling_mpt
 
     def broken(*_: Any, **__: Any) -> None:

@@ -84,14 +84,6 @@ def test_random_weights_have_the_models_own_statistics_and_positions(kind: str) 
     assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 
-def test_nf4_stays_near_the_weights_it_stores() -> None:
-    ids = torch.arange(64)[None]
-    models = load("none", dtype=torch.float32), load("nf4", dtype=torch.float32)
-    with torch.inference_mode():
-        exact, quantized = (model(input_ids=ids).logits for model in models)
-    assert (exact - quantized).norm() / exact.norm() < 0.15
-
-
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_4_bit_weights_with_rows_of_partial_blocks_are_as_exact_as_others(kind: str, tmp_path: Path) -> None:
     """4-bit NormalFloat is off by some 9% of a normal variable's deviation, 4-bit float by 12%; see libraries."""

@@ -35,6 +35,7 @@ from finetune.storage.rundir import RunDirectory
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 35)[None]
 EXPERTS = 4
+Bases = Callable[[str], Path]
 ARCHITECTURES = ("mixtral", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "deepseek_v3")
 
 
@@ -78,9 +79,7 @@ def whole(model: Any) -> Any:
         ("gpt_oss", "random"),
     ),
 )
-def test_experts_take_four_bits_and_compute_what_the_dequantized_ones_do(
-    name: str, weights: str, base_of: Callable[[str], Path]
-) -> None:
+def test_experts_take_four_bits_and_compute_what_dequantized_ones_do(name: str, weights: str, base_of: Bases) -> None:
     folder = base_of(name)
     model = load(folder, weights=weights)
     held = {path: getattr(module, part) for path, module, part in experts.weights(model)}
@@ -101,7 +100,7 @@ def test_experts_take_four_bits_and_compute_what_the_dequantized_ones_do(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_routers_are_not_quantized(kind: str, base_of: Callable[[str], Path]) -> None:
+def test_routers_are_not_quantized(kind: str, base_of: Bases) -> None:
     """Qwen2's gate of the shared expert is a linear layer, which transformers' own loading would quantize."""
     for name in ("qwen2_moe", "gpt_oss"):
         for weights in ("pretrained", "random"):
@@ -113,9 +112,7 @@ def test_routers_are_not_quantized(kind: str, base_of: Callable[[str], Path]) ->
 @pytest.mark.parametrize(
     ("layers", "kind"), [("all", "nf4"), ("none", "nf4"), ("every-2", "nf4"), ("all", "mxfp4"), ("none", "fp8")]
 )
-def test_gradients_through_packed_experts_are_those_through_dequantized_ones(
-    layers: str, kind: str, base_of: Callable[[str], Path]
-) -> None:
+def test_gradients_through_packed_experts_are_those_of_dequantized_ones(layers: str, kind: str, base_of: Bases) -> None:
     def gradients(model: Any, chosen: str) -> list[torch.Tensor]:
         adapted = attach(model, AdapterSection(rank=4), "", seed=1)
         checkpointing.apply(model, MemorySection(checkpointing=chosen), "cpu")
@@ -136,7 +133,7 @@ def test_gradients_through_packed_experts_are_those_through_dequantized_ones(
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
-def test_a_copy_of_a_base_has_hooks_of_its_own_which_checkpointing_sets(base_of: Callable[[str], Path]) -> None:
+def test_a_copy_of_a_base_has_hooks_of_its_own_which_checkpointing_sets(base_of: Bases) -> None:
     base = load(base_of("mixtral"))
     copied = copy.deepcopy(base)
     assert experts.are_4_bit(copied)
@@ -156,7 +153,7 @@ def test_a_copy_of_a_base_has_hooks_of_its_own_which_checkpointing_sets(base_of:
 
 
 @pytest.mark.parametrize("layers", ["all", "none"])
-def test_no_dequantized_expert_outlives_the_forward_pass(layers: str, base_of: Callable[[str], Path]) -> None:
+def test_no_dequantized_expert_outlives_the_forward_pass(layers: str, base_of: Bases) -> None:
     model = load(base_of("mixtral"))
     checkpointing.apply(model, MemorySection(checkpointing=layers), "cpu")
     made: list[Any] = []
@@ -177,7 +174,7 @@ def test_no_dequantized_expert_outlives_the_forward_pass(layers: str, base_of: C
     loss.backward()
 
 
-def test_a_forward_pass_that_fails_leaves_the_experts_packed(base_of: Callable[[str], Path]) -> None:
+def test_a_forward_pass_that_fails_leaves_the_experts_packed(base_of: Bases) -> None:
     model = load(base_of("mixtral"))
     before = logits(model)
     [_, module, _], *_ = experts.weights(model)
@@ -204,7 +201,7 @@ def in_float32(folder: Path, section: AdapterSection, implementation: str) -> An
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
-def test_losses_and_gradients_are_those_of_peft(name: str, implementation: str, base_of: Callable[[str], Path]) -> None:
+def test_losses_and_gradients_are_those_of_peft(name: str, implementation: str, base_of: Bases) -> None:
     """In float32, with a rank that is no multiple of 16 bytes; PEFT adds BA to the weights."""
 
     def loss_and_gradients(model: Any) -> dict[str, torch.Tensor]:
@@ -232,7 +229,7 @@ def test_losses_and_gradients_are_those_of_peft(name: str, implementation: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen2_moe"])
-def test_the_described_mixture_is_the_one_that_is_loaded(name: str, base_of: Callable[[str], Path]) -> None:
+def test_the_described_mixture_is_the_one_that_is_loaded(name: str, base_of: Bases) -> None:
     section = ModelSection(name=str(base_of(name)))
     loaded = {kind: load(base_of(name), kind) for kind in ("nf4", "int8", "none")}
     said = {}
@@ -282,9 +279,7 @@ def adapted(model: Any, **section: Any) -> set[str]:
         ("qwen2_moe", "int8"),
     ],
 )
-def test_all_linear_takes_experts_and_every_linear_layer_but_head_and_routers(
-    name: str, kind: str, base_of: Callable[[str], Path]
-) -> None:
+def test_all_linear_takes_experts_and_linear_layers_but_head_and_routers(name: str, kind: str, base_of: Bases) -> None:
     model = load(base_of(name), kind)
     routers, head = experts.routers(model), model.get_output_embeddings()
     expected = {
@@ -301,13 +296,13 @@ def test_all_linear_takes_experts_and_every_linear_layer_but_head_and_routers(
     assert ("gate_proj" in names) == (name in ("deepseek_v3", "qwen2_moe")), "shared experts and dense layers"
 
 
-def test_a_router_that_is_named_is_trained(base_of: Callable[[str], Path]) -> None:
+def test_a_router_that_is_named_is_trained(base_of: Bases) -> None:
     assert all("mlp.gate" in name for name in adapted(load(base_of("mixtral")), targets=["gate.weight"]))
     gates = adapted(load(base_of("qwen2_moe")), targets=["shared_expert_gate"])
     assert len(gates) == 2
 
 
-def test_the_candidates_name_experts_and_routers(base_of: Callable[[str], Path]) -> None:
+def test_the_candidates_name_experts_and_routers(base_of: Bases) -> None:
     with refusal(ConfigError, "experts.gate_up_proj", "experts.down_proj", "gate.weight"):
         attach(load(base_of("mixtral"), "none"), AdapterSection(targets=["gate_proj"]), "", seed=1)
 
@@ -334,7 +329,7 @@ STEPS = ["training.max_steps=2", "training.learning_rate=0.01", "training.warmup
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["granitemoe", "gpt_oss", "deepseek_v3", "qwen2_moe"], "gpt_oss", "qwen2_moe"))
 def test_what_was_trained_generates_evaluates_merges_and_is_whole(
-    name: str, base_of: Callable[[str], Path], quick: Any, capsys: pytest.CaptureFixture[str]
+    name: str, base_of: Bases, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # At 0.01 rounding sends half of GPT-OSS's tokens to another expert, and the proof refuses its merged model.
     run = finetune.train(quick(f"model.name={base_of(name)}", *STEPS, "training.learning_rate=0.009")).run
@@ -353,16 +348,14 @@ def test_what_was_trained_generates_evaluates_merges_and_is_whole(
     [("none", "[q_proj,experts.gate_up_proj,experts.down_proj]"), ("nf4", "[q_proj,gate.weight]")],
     ids=["experts", "router"],
 )
-def test_adapters_on_experts_and_routers_load_too(
-    kind: str, targets: str, base_of: Callable[[str], Path], quick: Any
-) -> None:
+def test_adapters_on_experts_and_routers_load_too(kind: str, targets: str, base_of: Bases, quick: Any) -> None:
     job = [f"model.name={base_of('mixtral')}", f"quantization.kind={kind}", f"adapter.targets={targets}"]
     use(finetune.train(quick(*job, *STEPS)).run)
 
 
 @pytest.mark.slow
 def test_a_mixture_whose_routers_cannot_be_read_says_that_it_trains_without_its_balancing_loss(
-    base_of: Callable[[str], Path], quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    base_of: Bases, quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def balanced() -> bool:
         return ready(quick(f"model.name={base_of('mixtral')}", "data.eval=none")).step.model.config.output_router_logits
@@ -375,7 +368,7 @@ def test_a_mixture_whose_routers_cannot_be_read_says_that_it_trains_without_its_
 
 
 @pytest.mark.long
-def test_a_mixture_resumes_where_it_stopped(base_of: Callable[[str], Path], quick: Any) -> None:
+def test_a_mixture_resumes_where_it_stopped(base_of: Bases, quick: Any) -> None:
     job = [f"model.name={base_of('olmoe')}", "data.eval=none", *STEPS]
     finetune.train(quick(*job, "training.max_steps=1", "training.schedule=constant"))
     resumed = finetune.train(quick(*job, "training.schedule=constant")).run
@@ -386,7 +379,7 @@ def test_a_mixture_resumes_where_it_stopped(base_of: Callable[[str], Path], quic
 
 
 @pytest.mark.slow
-def test_a_run_from_before_ranks_of_experts_goes_on_without_them(base_of: Callable[[str], Path], quick: Any) -> None:
+def test_a_run_from_before_ranks_of_experts_goes_on_without_them(base_of: Bases, quick: Any) -> None:
     job = [f"model.name={base_of('mixtral')}", "data.eval=none", *STEPS, "training.schedule=constant"]
     run = finetune.train(quick(*job, "training.max_steps=1", "adapter.expert_rank=0")).run
     for file in (run.config_file, *run.checkpoints.glob("*/manifest.json")):
@@ -406,7 +399,7 @@ def test_a_run_from_before_ranks_of_experts_goes_on_without_them(base_of: Callab
 # -- what mixtures brought to light ------------------------------------------------------------------------------------
 
 
-def test_a_model_without_sdpa_gets_plain_attention(base_of: Callable[[str], Path]) -> None:
+def test_a_model_without_sdpa_gets_plain_attention(base_of: Bases) -> None:
     architecture = load_architecture(ModelSection(name=str(base_of("gpt_oss"))))
     implementation, reason = backends.choose("auto", architecture, "cpu", "bf16")
     assert implementation == backends.planned("auto", architecture, "cpu", "bf16") == "eager"

@@ -224,9 +224,7 @@ def test_llama_3s_scaling_is_read_from_its_factors(written: Any) -> None:
     assert {key: found[key] for key in scaling} == scaling
 
 
-def test_a_file_that_changed_is_unpacked_again_and_is_another_base(
-    written: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changed_is_unpacked_again_as_another_base(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written()
     first, before = gguf_base.unpacked(file), identity.of_base(ModelSection(name=str(file)))
     stamp = (first / "gguf.json").read_bytes()
@@ -255,9 +253,7 @@ def test_a_folder_with_other_weights_or_of_an_older_version_is_written_again(wri
     assert (gguf_base.unpacked(file) / "config.json").is_file()
 
 
-def test_a_cache_that_cannot_be_written_serves_what_is_there_and_else_says_what_to_do(
-    written: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_serves_what_is_there(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written()
     (folder := gguf_base.unpacked(file)).joinpath("model.safetensors").chmod(0o400)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # to whoever runs this as root, none is read-only
@@ -278,9 +274,7 @@ def test_a_cache_that_others_can_write_is_not_trusted(written: Any) -> None:
         gguf_base.unpacked(file)
 
 
-def test_a_plan_leaves_the_folder_of_a_file_as_it_was(
-    call: Callable[..., tuple[int, str, str]], rows_file: Path, written: Any, tmp_path: Path
-) -> None:
+def test_a_plan_leaves_the_folder_of_a_file_as_it_was(call: Any, rows_file: Path, written: Any, tmp_path: Path) -> None:
     (folder := tmp_path / "bases").mkdir()
     file = written().rename(folder / "model.gguf")
     before = {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
@@ -291,9 +285,7 @@ def test_a_plan_leaves_the_folder_of_a_file_as_it_was(
     assert {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))} == before
 
 
-def test_files_of_one_name_have_folders_of_their_own_which_none_beside_them_replaces(
-    written: Any, tmp_path: Path
-) -> None:
+def test_files_of_one_name_have_folders_of_their_own_that_none_replaces(written: Any, tmp_path: Path) -> None:
     """Earlier versions wrote one beside a file; in a foreign folder, it may hold anything."""
     first = written()
     (second := tmp_path / "second" / first.name).parent.mkdir()
@@ -307,9 +299,7 @@ def test_files_of_one_name_have_folders_of_their_own_which_none_beside_them_repl
     assert ["quantization_config" in config for config in configs] == [True, False, False]
 
 
-def test_folders_are_kept_until_their_files_are_gone_and_they_are_not_used_for_a_month(
-    written: Any, tmp_path: Path
-) -> None:
+def test_folders_are_kept_until_their_files_are_gone_and_a_month_passed(written: Any, tmp_path: Path) -> None:
     first = written()
     files = [first, *(Path(shutil.copy(first, tmp_path / f"{name}.gguf")) for name in ("gone", "just gone"))]
     kept, unused, recent = folders = [gguf_base.unpacked(file) for file in files]
@@ -416,9 +406,7 @@ def with_key(file: Path, entry: bytes, *, tensors: int | None = None) -> Path:
 
 
 @pytest.mark.parametrize("kind", [gguf.GGUFValueType.UINT8, gguf.GGUFValueType.STRING])
-def test_an_array_of_a_header_costs_neither_an_object_nor_a_view_for_each_element(
-    kind: gguf.GGUFValueType, tmp_path: Path
-) -> None:
+def test_an_array_of_a_header_costs_no_object_for_each_element(kind: gguf.GGUFValueType, tmp_path: Path) -> None:
     count = 100_000
     entry = array("x.unread", kind, count, b"\1" * count if kind == 0 else (struct.pack("<Q", 1) + b"a") * count)
     file = with_key(small(tmp_path / "small.gguf"), entry)
@@ -486,7 +474,7 @@ def test_a_file_of_something_else_is_refused_with_the_cure(tmp_path: Path, subte
                 read(file)
 
 
-def test_a_full_disk_is_reported_and_nothing_is_left(
+def test_a_full_disk_is_reported_and_leaves_nothing(
     written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written()
@@ -548,7 +536,7 @@ def test_a_file_is_served_itself_and_in_no_other_form(written: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["builtin:tiny-llama", "missing.gguf"])
-def test_that_kind_needs_a_file(name: str, call: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_that_kind_needs_a_file(name: str, call: Any, tmp_path: Path) -> None:
     given = f"model.name={name}", "quantization.kind=gguf", f"output.dir={tmp_path / 'run'}"
     code, _, error = call("train", str(TINY), *given)
     assert (code, "is not a GGUF file" in error or "no such file" in error) in ((2, True), (7, True))

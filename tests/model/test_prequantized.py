@@ -30,6 +30,7 @@ from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]
+Copies = Callable[..., Path]
 
 # As in the config.json of published models.
 PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
@@ -88,7 +89,7 @@ def refused(place: Path) -> str:
 
 @pytest.mark.parametrize(("quantization", "words"), PUBLISHED.values(), ids=PUBLISHED)
 def test_a_quantized_base_is_refused_by_the_name_of_its_quantization(
-    quantization: dict[str, Any], words: str, packed: Callable[..., Path]
+    quantization: dict[str, Any], words: str, packed: Copies
 ) -> None:
     assert words in refused(packed(quantization))
 
@@ -173,7 +174,7 @@ def test_a_forged_quantization_is_read_or_refused(form: str, kind: str, changed:
 
 @pytest.mark.parametrize("expression", ["re:(.|..|.)*[!?]", "re:("])
 def test_an_expression_that_takes_forever_or_is_none_is_refused(
-    expression: str, packed: Callable[..., Path], call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    expression: str, packed: Copies, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantizers, "_MATCHING_SECONDS", 0.2)
     config = tmp_path / "job.yaml"
@@ -207,7 +208,7 @@ def test_expressions_leave_out_what_they_match_in_transformers() -> None:
 
 
 def test_what_every_quantizer_of_transformers_makes_is_refused_or_kept(
-    packed: Callable[..., Path], subtests: pytest.Subtests
+    packed: Copies, subtests: pytest.Subtests
 ) -> None:
     assert len(auto.AUTO_QUANTIZER_MAPPING) > 20
     for method in auto.AUTO_QUANTIZER_MAPPING:
@@ -232,7 +233,7 @@ def test_what_every_quantizer_of_transformers_makes_is_refused_or_kept(
     ],
 )  # fmt: skip
 def test_a_published_form_is_not_quantized_to_another(
-    form: str, kind: str, packed: Callable[..., Path], call: Call, tmp_path: Path
+    form: str, kind: str, packed: Copies, call: Call, tmp_path: Path
 ) -> None:
     config = tmp_path / "job.yaml"
     config.write_text(f"model: {{name: {packed(KEPT[form])}}}\nquantization: {{kind: {kind}}}\n")
@@ -248,9 +249,7 @@ def test_a_published_form_is_not_quantized_to_another(
 
 
 @pytest.mark.parametrize("changed", [{"adapter": {"init": "loftq"}}, {"distributed": {"kind": "fsdp"}}], ids=str)
-def test_a_key_that_excludes_the_published_form_is_refused(
-    changed: dict[str, Any], packed: Callable[..., Path]
-) -> None:
+def test_a_key_that_excludes_the_published_form_is_refused(changed: dict[str, Any], packed: Copies) -> None:
     config = load_config(
         {"model": {"name": str(packed(KEPT["FP8"]))}, "data": {"train": "builtin:python_docs"}} | changed
     )
@@ -259,7 +258,7 @@ def test_a_key_that_excludes_the_published_form_is_refused(
 
 
 def test_every_command_refuses_a_quantized_base_before_it_reads_rows(
-    packed: Callable[..., Path], call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    packed: Copies, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     place = packed(PUBLISHED["gptq"][0])
@@ -273,9 +272,7 @@ def test_every_command_refuses_a_quantized_base_before_it_reads_rows(
     assert not Path("rows.yaml").exists()
 
 
-def test_the_commands_of_a_run_refuse_a_quantized_base(
-    run: RunDirectory, packed: Callable[..., Path], call: Call
-) -> None:
+def test_the_commands_of_a_run_refuse_a_quantized_base(run: RunDirectory, packed: Copies, call: Call) -> None:
     """As a run of an earlier version has, which trained on some of them."""
     name = packed(PUBLISHED["gptq"][0])
     text = run.config_file.read_text()
@@ -290,7 +287,7 @@ def test_the_commands_of_a_run_refuse_a_quantized_base(
     assert "published with quantized weights (GPTQ, 4 bit)" in " ".join(out.split())
 
 
-def test_other_places_of_a_quantization_are_known(packed: Callable[..., Path], tmp_path: Path) -> None:
+def test_other_places_of_a_quantization_are_known(packed: Copies, tmp_path: Path) -> None:
     for key in ("quantization", "compression_config"):  # as MLX and early compressed-tensors write them
         assert "quantized weights (4 bit)" in refused(packed({"group_size": 64, "bits": 4}, key, key=key))
     text = {"model_type": "gemma3_text", "quantization_config": PUBLISHED["gptq"][0]}
@@ -298,7 +295,7 @@ def test_other_places_of_a_quantization_are_known(packed: Callable[..., Path], t
     assert "published with quantized weights (GPTQ, 4 bit)" in refused(tmp_path)
 
 
-def test_neither_an_empty_quantization_nor_one_of_random_weights_is_refused(packed: Callable[..., Path]) -> None:
+def test_neither_an_empty_quantization_nor_one_of_random_weights_is_refused(packed: Copies) -> None:
     for name, quantization, weights in (
         ("null", None, "pretrained"), ("empty", {}, "pretrained"), ("gptq", PUBLISHED["gptq"][0], "random"),
     ):  # fmt: skip
@@ -307,7 +304,7 @@ def test_neither_an_empty_quantization_nor_one_of_random_weights_is_refused(pack
 
 
 def test_the_original_is_named_as_far_as_it_is_known(
-    packed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    packed: Copies, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     quantization = PUBLISHED["gptq"][0]

@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING
 
 Call = Callable[..., tuple[int, str, str]]
 Change = Callable[[Path], object]
+Refusal = Callable[..., tuple[int, str]]
 
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 _MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
@@ -285,7 +286,7 @@ def refusal(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
 @pytest.mark.slow
 def test_wrong_bases_are_refused_with_the_cure_before_the_data(
-    refusal: Callable[..., tuple[int, str]], shallow_base: Path, tmp_path: Path, subtests: pytest.Subtests
+    refusal: Refusal, shallow_base: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     for number, (what, change, overrides, expected, *words) in enumerate(BASES):
         with subtests.test(what=what):
@@ -296,7 +297,7 @@ def test_wrong_bases_are_refused_with_the_cure_before_the_data(
 
 
 def test_wrong_configs_for_models_are_refused_with_key_and_cure_before_the_data(
-    refusal: Callable[..., tuple[int, str]], tiny_base: Path, subtests: pytest.Subtests
+    refusal: Refusal, tiny_base: Path, subtests: pytest.Subtests
 ) -> None:
     for overrides, expected, *words in CONFIGS:
         with subtests.test(overrides=overrides):
