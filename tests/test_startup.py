@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,65 +15,88 @@ from finetune.runtime import libraries
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 SLOW = ("torch", "transformers", "datasets", "peft", "trl", "accelerate", "bitsandbytes", "numpy", "matplotlib")
 
-# Runs the command of its arguments, and tells which modules were there at the first line of output and at the end.
+# Runs each command in a fork of this process, and records the modules at its first line of output and at its end.
 WATCHED = """
 import json, os, sys
 
 class Watched:
-    modules = None
+    first_line = modules = None
 
     def __init__(self, stream):
         self._stream = stream
 
     def write(self, text):
-        Watched.modules = Watched.modules or sorted(sys.modules)
+        if Watched.modules is None:
+            Watched.first_line, Watched.modules = text.splitlines()[0], sorted(sys.modules)
         written = self._stream.write(text)
         if ends_at is not None and text.startswith(ends_at):
             self._stream.flush()
-            tell()
-            os._exit(0)
+            os._exit(recorded(0))
         return written
+
+    def isatty(self):
+        return on_a_terminal
 
     def __getattr__(self, name):
         return getattr(self._stream, name)
 
-def tell():
-    with open(report, "w") as file:
-        json.dump({"at_first_line": Watched.modules, "at_the_end": sorted(sys.modules)}, file)
+def recorded(code):
+    with open(name + ".json", "w") as file:
+        json.dump([Watched.first_line, Watched.modules, sorted(sys.modules), code or 0], file)
+    return 0
 
-report = sys.argv.pop(1)
-ends_at = {"its first line": "", "its first step": "step 1/"}.get(sys.argv[1])
-on_a_terminal = sys.argv[1] == "on a terminal"
-if ends_at is not None or on_a_terminal:
-    del sys.argv[1]
-if on_a_terminal:
-    Watched.isatty = lambda stream: True
-sys.stdout, sys.stderr = Watched(sys.stdout), Watched(sys.stderr)
 from finetune import cli
-try:
-    cli.main()
-finally:
-    tell()
+from finetune.runtime import libraries
+for name, ends_at, on_a_terminal, imports, arguments in json.loads(sys.argv[1]):
+    if imports:  # which take most of the time, and once for all commands that need them
+        with libraries.importing():
+            for each in imports:
+                __import__(each)
+    if os.fork():
+        assert os.wait()[1] == 0, name
+        continue
+    sys.argv = ["finetune", *arguments]
+    sys.stdout, sys.stderr = Watched(sys.stdout), Watched(sys.stderr)
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as ended:
+        code = ended.code
+    os._exit(recorded(code))
 """
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that ended: its exit code, its first line, and the modules loaded by then and at its end."""
+    """A command that ended: its first line, the modules loaded by then and at its end, and its exit code."""
 
-    exit_code: int
     first_line: str
     at_first_line: set[str]
     at_the_end: set[str]
+    exit_code: int
 
 
-def watched(folder: Path, *arguments: Any) -> Ended:
-    report = folder / "modules.json"
-    command = [sys.executable, "-c", WATCHED, report, *arguments]
-    ended = subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, text=True)
-    assert "Traceback" not in ended.stderr
-    modules = {name: set(found) for name, found in json.loads(report.read_text()).items()}
-    return Ended(ended.returncode, (ended.stdout or ended.stderr).splitlines()[0], **modules)
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> dict[str, Ended]:
+    """Commands that ended, some with their first line or step."""
+    folder = tmp_path_factory.mktemp("watched")
+    forecast = [str(TINY), "data.train=someone/rows", "data.max_length=64", "kernels.fused=on", "--gpu", "24GiB"]
+    job = [str(TINY), f"data.train={rows_file}", "data.eval_share=0.2", f"output.dir={folder / 'run'}"]
+    heavy = ["torch", "transformers", "peft"]
+    commands = [
+        ("plan, first line", "", False, [], ["plan", *forecast]),
+        ("fit, first line", "", False, [], ["fit", *forecast]),
+        ("on a terminal", "", True, [], ["train", *job]), ("plan", None, False, heavy, ["plan", *forecast]),
+        ("first step", "step 1/", False, heavy, ["train", *job]),
+    ]  # fmt: skip
+    process = [sys.executable, "-c", WATCHED, json.dumps(commands)]
+    done = subprocess.run(process, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr  # noqa: PT018
+    assert "eval_loss" in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    recorded = {name: json.loads((folder / f"{name}.json").read_text()) for name, *_ in commands}
+    return {
+        name: Ended(line, {*first}, {*last}, code) for name, (line, first, last, code) in recorded.items()
+    }  # fmt: skip
 
 
 # Commands that need no model, with their exit codes.
@@ -131,49 +153,43 @@ assert set(finetune.__all__) == finetune._HOMES.keys()
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# Of one the first line alone: the process ends with it.
-@pytest.mark.parametrize(("command", "until"), [("plan", []), ("fit", ["its first line"])])
-def test_a_forecast_prints_its_job_before_it_imports_the_libraries(
-    command: str, until: list[str], tmp_path: Path
-) -> None:
-    job = ["data.train=someone/rows", "data.max_length=64", "kernels.fused=on"]
-    ended = watched(tmp_path, *until, command, TINY, *job, "--gpu", "24GiB")
-    assert ended.exit_code == 0
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_a_forecast_prints_its_job_before_it_imports_the_libraries(command: str, watched: dict[str, Ended]) -> None:
+    ended = watched[f"{command}, first line"]
     assert ended.first_line.startswith(f"{command} of {TINY}: builtin:tiny-llama")
     assert "LoRA of rank" in ended.first_line
     assert ended.at_first_line.isdisjoint(SLOW)
-    # What a forecast does not take: pictures, trackers, compilers, other trainers; and our kernels, of which the fused
-    # job here needs shapes alone. Triton itself is there where bitsandbytes is: it imports it.
-    unneeded = {
-        "matplotlib", "sklearn", "torchvision", "tensorboard", "wandb", "IPython",
-        "torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen",
-        "transformers.pipelines", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "finetune.recipe",
-        "finetune.kernels.triton_kernels", "finetune.kernels.decoding_kernels",
-    }  # fmt: skip
-    assert ended.at_the_end.isdisjoint(unneeded)
 
 
-def test_a_terminal_shows_that_libraries_are_imported(tmp_path: Path) -> None:
-    ended = watched(tmp_path, "on a terminal", "train", TINY, "data.train=no.jsonl", f"output.dir={tmp_path / 'run'}")
-    assert ended.exit_code == 3
+def test_a_terminal_shows_that_libraries_are_imported(watched: dict[str, Ended]) -> None:
+    ended = watched["on a terminal"]
     assert ended.first_line == f"train {TINY}: importing the libraries ..."
     assert ended.at_first_line.isdisjoint(SLOW)
-    # A run needs the compiler only for kernels that it lacks, and pictures only at its end.
-    assert ended.at_the_end.isdisjoint({"torch._inductor.compile_fx", "matplotlib"})
 
 
-@pytest.mark.slow
-def test_a_run_takes_its_first_step_without_what_it_does_not_need(tmp_path: Path, rows_file: Path) -> None:
-    job = [f"data.train={rows_file}", "data.eval_share=0.2", f"output.dir={tmp_path / 'run'}"]
-    ended = watched(tmp_path, "its first step", "train", TINY, *job)
-    assert "eval_loss" in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+# Pictures, trackers, other trainers; compilers and our kernels, of which a run here needs none, and a forecast shapes.
+UNNEEDED = {
+    "matplotlib", "sklearn", "torchvision", "tensorboard", "IPython", "transformers.pipelines",
+    "torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen",
+    "finetune.kernels.triton_kernels", "finetune.kernels.decoding_kernels",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "unneeded"),
+    [
+        ("plan", {"wandb", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "finetune.recipe"}),
+        ("first step", {"datasets", "pandas", "scipy", "trl.trainer", "trl.trainer.sft_trainer",
+                        "transformers.trainer"}),
+    ],
+)  # fmt: skip
+def test_a_command_imports_nothing_that_it_does_not_need(
+    command: str, unneeded: set[str], watched: dict[str, Ended]
+) -> None:
+    ended = watched[command]
+    assert ended.exit_code == 0
     assert "torch" in ended.at_the_end
-    assert ended.at_the_end.isdisjoint(
-        {"datasets", "pandas", "scipy", "sklearn", "matplotlib", "tensorboard", "torchvision", "IPython"}
-        | {"trl.trainer", "trl.trainer.sft_trainer", "transformers.trainer", "transformers.pipelines"}
-        | {"torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen"}
-        | {"finetune.kernels.triton_kernels", "finetune.kernels.decoding_kernels"}
-    )
+    assert ended.at_the_end.isdisjoint(UNNEEDED | unneeded)
 
 
 def test_models_are_listed_as_transformers_lists_them() -> None:
