@@ -85,7 +85,7 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", sampled(SHOWN, "quickstart", "seeing", "your_data"))
+@pytest.mark.parametrize("name", sampled(SHOWN, "quickstart"))
 def test_a_notebook_runs_and_shows_what_it_promises(name: str, kernel: Kernel, tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOKS[0].with_stem(name), as_version=4)
     for cell in notebook.cells:

@@ -19,17 +19,31 @@ from transformers import PreTrainedConfig
 import finetune
 from finetune.data.counts import Counts
 from finetune.data.formats import holds_pairs
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, ForecastError
+from finetune.forecast.planning import Planner
 from finetune.init import proposal, questions
 from finetune.init.draft import Draft
 from finetune.settings import load_config
 
 Call = Callable[..., tuple[int, str, str]]
+# Of no model at hand, so that nothing is forecast, which takes most of the time of `init`.
+ELSEWHERE = "someone/some-model"
 
 
 @pytest.fixture(autouse=True)
 def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def unfitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a model that cannot be forecast, for tests of what else `init` finds out."""
+
+    def fit(planner: Planner) -> None:
+        raise ForecastError("not here")
+
+    monkeypatch.setattr(proposal, "_choose_quantization", lambda *_: None)
+    monkeypatch.setattr(Planner, "fit", fit)
 
 
 def write(folder: Path, number: int, name: str = "rows.jsonl", fields: tuple[str, str] = ("question", "answer")) -> str:
@@ -140,10 +154,6 @@ def test_a_base_that_training_would_refuse_is_refused(call: Call, tmp_path: Path
     assert not list(tmp_path.glob("*.yaml"))
 
 
-# Of no model at hand, so that nothing is forecast, which takes most of the time of `init`.
-ELSEWHERE = "someone/some-model"
-
-
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -160,9 +170,8 @@ def test_the_best_epoch_is_kept_where_the_held_out_rows_suffice_to_judge(judges:
     assert draft.values.get("output.save_every") == (13 if judges else None)
 
 
-@pytest.mark.slow
 def test_the_card_is_asked_for_once_the_data_were_read_and_again_after_a_mistake(
-    call: Call, tmp_path: Path, shallow_base: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, tmp_path: Path, shallow_base: Path, monkeypatch: pytest.MonkeyPatch, unfitted: None
 ) -> None:
     write(tmp_path, 3)
     with open(tmp_path / "rows.jsonl", "a") as file:
@@ -311,23 +320,41 @@ def test_a_config_of_two_keys_trains_on_one_row(tmp_path: Path, shallow_base: Pa
     assert "eval_loss" not in metrics
 
 
+OTHER_OBJECTIVES = {
+    "dpo": (
+        {"chosen": "It is.", "rejected": "No."}, "30 rows of the format pairs",
+        "objective: dpo  # rows have a chosen and a rejected answer\n", 7.4e-5,
+    ),
+    "kto": (
+        {"completion": "It is.", "label": True}, "30 rows of the format unpaired",
+        "objective: kto  # rows have an answer that is labelled good or bad\n", 3.7e-5,
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_pairs_become_a_config_that_trains_by_dpo_and_without_it_on_the_chosen_answers(
-    call: Call, tmp_path: Path, shallow_base: Path, hurried: None
+@pytest.mark.parametrize("objective", OTHER_OBJECTIVES)
+def test_pairs_and_labelled_answers_become_a_config_for_their_objective(
+    objective: str, call: Call, tmp_path: Path, shallow_base: Path, hurried: None, unfitted: None
 ) -> None:
-    rows = [{"prompt": f"What is {one}?", "chosen": f"It is {one}.", "rejected": "No idea."} for one in range(30)]
-    write_rows(tmp_path / "pairs.jsonl", rows)
-    code, _, err = call("init", shallow_base, "pairs.jsonl", "--output", "job.yaml")
+    fields, rows, why, rate = OTHER_OBJECTIVES[objective]
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"What is {one}?", **fields} for one in range(30)])
+    code, _, err = call("init", shallow_base, "rows.jsonl", "--output", "job.yaml")
     assert (code, err) == (0, "")
     text = (tmp_path / "job.yaml").read_text()
-    assert "30 rows of the format pairs" in text
-    assert "objective: dpo  # rows have a chosen and a rejected answer\n" in text
+    assert rows in text
+    assert why in text
     assert "columns:  # turns of the chat template; left out, they are text without it\n" in text
     config = load_config("job.yaml")
-    assert (config.data.format, config.training.learning_rate, config.training.epochs) == ("pairs", 7.4e-5, 3)
+    assert config.data.columns == {"instruction": "prompt"}
+    assert config.data.format in rows
+    assert (config.training.learning_rate, config.training.epochs) == (rate, 3)
+    if objective != "dpo":
+        return
     _, shown, _ = call("data", "job.yaml")
     assert "rejected" in shown
-    short = ("training.max_steps=1", "data.eval=none", "training.eval_every=null", "memory.check=off")
+    short = ("training.max_steps=1", "training.batch_size=2", "training.micro_batch=2", "data.eval=none",
+             "training.eval_every=null", "memory.check=off")  # fmt: skip
     code, shown, err = call("train", "job.yaml", *short)
     assert (code, "30 rows" in shown) == (0, True)
     said = "of preferences only the chosen answer is trained; to train on both, set `training.objective: dpo`"
@@ -352,19 +379,3 @@ def test_pairs_become_a_config_that_trains_by_dpo_and_without_it_on_the_chosen_a
 def test_pairs_are_recognised_in_layouts_that_other_formats_have_too(row: dict[str, Any]) -> None:
     assert holds_pairs(row, {})
     assert not holds_pairs({"messages": [{"role": "user", "content": "Why?"}]}, {})
-
-
-@pytest.mark.slow
-def test_labelled_answers_become_a_config_for_kto(
-    call: Call, tmp_path: Path, shallow_base: Path, hurried: None
-) -> None:
-    rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}.", "label": n % 2 == 0} for n in range(60)]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    code, _, err = call("init", shallow_base, "rows.jsonl", "--output", "job.yaml")
-    assert (code, err) == (0, "")
-    text = (tmp_path / "job.yaml").read_text()
-    assert "60 rows of the format unpaired" in text
-    assert "objective: kto  # rows have an answer that is labelled good or bad\n" in text
-    config = load_config("job.yaml")
-    assert (config.data.format, config.data.columns) == ("unpaired", {"instruction": "prompt"})
-    assert (config.training.learning_rate, config.training.epochs) == (3.7e-5, 3)

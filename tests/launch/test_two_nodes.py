@@ -38,11 +38,11 @@ def rank_under(process: psutil.Process, rank: int) -> psutil.Process:
     raise AssertionError
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_agents_train_one_run_and_start_again_after_a_kill(
     tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
-    """By themselves, at a new rendezvous, from the last checkpoint."""
+    """By themselves, at a new rendezvous, from the last checkpoint. The script by itself: test_render.py."""
     monkeypatch.chdir(tmp_path)
     children.in_place_of_modules(tmp_path)
     for name, text in {"srun": TWICE, "scontrol": "#!/bin/bash\necho localhost\n"}.items():
