@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 from finetune.cli.output import announce
 from finetune.config import Config, dump, values_of
-from finetune.config.serving import GGUF, GRIDS, RUNTIMES, SERVED, resolved
+from finetune.config.serving import GRIDS, RUNTIMES, SERVED, resolved
 from finetune.errors import ConfigError
 from finetune.lifecycle import provenance
 from finetune.model import bounds
@@ -34,34 +35,44 @@ def chosen(config: Config) -> tuple[str | None, str, str]:
     return config.output.runtime, config.output.way, config.quantization.kind
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], (None, "auto", "nf4")),
-        (["output.serve=q4_k_m"], ("llama.cpp", "adapter", "q4_k_m")),
-        (["output.serve=q4_k_m", "quantization.kind=auto"], ("llama.cpp", "adapter", "q4_k_m")),
-        (["output.serve=q4_k_m", "output.runtime=ollama"], ("ollama", "rounded", "nf4")),
-        (["output.serve=q4_k_m", "output.runtime=vllm"], ("vllm", "rounded", "nf4")),
-        (["output.serve=fp8"], ("vllm", "adapter", "fp8")),
-        (["output.serve=fp8", "output.runtime=sglang"], ("sglang", "rounded", "nf4")),
-        (["output.serve=16bit", "output.runtime=sglang"], ("sglang", "adapter", "none")),
-        (["output.serve=16bit", "output.runtime=ollama"], ("ollama", "rounded", "nf4")),
-        (["output.serve=nvfp4", "output.runtime=llama.cpp"], ("llama.cpp", "rounded", "nf4")),
-        (["output.serve=q5_k_m", "output.way=rounded"], ("llama.cpp", "rounded", "nf4")),
-    ],
-    ids=str,
-)
-def test_runtime_way_and_kind_follow_from_what_is_served(
-    job: Path, overrides: list[str], expected: tuple[str | None, str, str]
-) -> None:
-    config = load_config(job, overrides)
-    assert chosen(config) == expected
+def table(text: str) -> list[list[str]]:
+    """The cells of each line; of the keys of serving, `output.` is left out."""
+    written = re.sub(
+        r"(^| )(serve|runtime|way)=", r"\1output.\2=", text.strip().replace("BY_NAME", _BY_NAME), flags=re.M
+    )
+    return [line.split(" | ") for line in written.splitlines()]
+
+
+_BY_NAME = "adapter.targets=[q_proj,experts.gate_up_proj,experts.down_proj]"
+# Overrides, and the runtime, way and kind that follow.
+CHOSEN = """
+serve=q4_k_m | llama.cpp adapter q4_k_m
+serve=q4_k_m quantization.kind=auto | llama.cpp adapter q4_k_m
+serve=q4_k_m runtime=ollama | ollama rounded nf4
+serve=q4_k_m runtime=vllm | vllm rounded nf4
+serve=fp8 | vllm adapter fp8
+serve=fp8 runtime=sglang | sglang rounded nf4
+serve=16bit runtime=sglang | sglang adapter none
+serve=16bit runtime=ollama | ollama rounded nf4
+serve=nvfp4 runtime=llama.cpp | llama.cpp rounded nf4
+serve=q5_k_m way=rounded | llama.cpp rounded nf4
+"""
+
+
+@pytest.mark.parametrize(("overrides", "expected"), table(CHOSEN))
+def test_runtime_way_and_kind_follow_from_what_is_served(job: Path, overrides: str, expected: str) -> None:
+    config = load_config(job, overrides.split())
+    assert chosen(config) == tuple(expected.split())
     (unresolved := job.with_name("unresolved.yaml")).write_text(dump(config))
-    assert chosen(load_config(unresolved)) == expected, "as `launch` writes it for another machine"
-    assert chosen(load_config(values_of(config))) == expected
+    assert chosen(load_config(unresolved)) == chosen(config), "as `launch` writes it for another machine"
+    assert chosen(load_config(values_of(config))) == chosen(config)
     again, _ = resolved(config)
     job.write_text(dump(again))
-    assert chosen(load_config(job)) == expected, "a run's own config says the same"
+    assert chosen(load_config(job)) == chosen(config), "a run's own config says the same"
+
+
+def test_nothing_follows_where_nothing_is_served(job: Path) -> None:
+    assert chosen(load_config(job)) == (None, "auto", "nf4")
 
 
 @pytest.mark.parametrize(
@@ -73,19 +84,13 @@ def test_capital_letters_are_no_other_name(job: Path, written: str, meant: str) 
 
 
 def test_a_line_says_what_was_chosen_and_why(job: Path) -> None:
-    said = {
-        runtime: resolved(load_config(job, ["output.serve=q4_k_m", f"output.runtime={runtime}"]))[1]
-        for runtime in RUNTIMES
-    }
-    assert said == {
-        "llama.cpp": "output.serve: q4_k_m for llama.cpp as an adapter beside its base (llama.cpp takes adapters on "
-        "q4_k_m); quantization.kind: q4_k_m",
-        "ollama": "output.serve: q4_k_m for ollama as one file, rounded after training (ollama takes no adapters at "
-        "all)",
-        "vllm": "output.serve: q4_k_m for vllm as one file, rounded after training (vllm takes no adapters on q4_k_m)",
-        "sglang": "output.serve: q4_k_m for sglang as one file, rounded after training (sglang takes no adapters on "
-        "q4_k_m)",
-    }
+    for runtime, said in {
+        "llama.cpp": " as an adapter beside its base (llama.cpp takes adapters on q4_k_m); quantization.kind: q4_k_m",
+        "ollama": " as one file, rounded after training (ollama takes no adapters at all)",
+        "vllm": " as one file, rounded after training (vllm takes no adapters on q4_k_m)",
+    }.items():
+        _, line = resolved(load_config(job, ["output.serve=q4_k_m", f"output.runtime={runtime}"]))
+        assert line == f"output.serve: q4_k_m for {runtime}{said}"
 
 
 def test_every_form_is_read_by_a_runtime_and_is_a_kind() -> None:
@@ -96,78 +101,66 @@ def test_every_form_is_read_by_a_runtime_and_is_a_kind() -> None:
     assert set(GRIDS) <= CHOICES["quantization.kind"].keys()
 
 
+# What contradicts itself, the key of the message, and a cure.
+WRONG = """
+runtime=vllm | output.runtime | serve=fp8
+serve=q4_k_m way=adapter adapter.dora=true | adapter.dora | adapter.dora=false
+serve=16bit way=adapter adapter.dora=true | adapter.dora | way=rounded
+serve=q4_k_m way=adapter adapter.init=pissa | adapter.init | adapter.init=default
+serve=q4_k_m way=adapter adapter.extra_modules=[lm_head] | adapter.extra_modules | adapter.extra_modules=[]
+serve=fp8 adapter.extra_modules=[lm_head] | adapter.extra_modules | adapter.extra_modules=[]
+serve=q4_k_m data.new_tokens=[<tool>] | data.new_tokens | way=rounded
+quantization.kind=q6_k data.new_tokens=[<tool>] | data.new_tokens | quantization.kind=nf4
+quantization.kind=q6_k model.vocabulary=99000 | model.vocabulary | quantization.kind=nf4
+quantization.kind=q6_k adapter.extra_modules=[embed_tokens] | adapter.extra_modules | quantization.kind=nf4
+serve=q4_k_m adapter.kind=none | output.serve | adapter.kind=lora
+serve=q4_k_m training.objective=reward | output.serve | training.objective=supervised
+serve=q4_k_m output.merge=true | output.merge | output.merge=false
+serve=q4_k_m quantization.kind=nf4 | quantization.kind | way=rounded
+serve=q4_k_m quantization.kind=none | quantization.kind | way=rounded
+serve=q4_k_m quantization.kind=q5_k_m | quantization.kind | quantization.kind=q4_k_m
+serve=16bit way=adapter quantization.kind=nf4 | quantization.kind | quantization.kind=none
+serve=q4_k_m runtime=ollama quantization.kind=q4_k_m | quantization.kind | quantization.kind=none
+serve=q8_0 way=rounded quantization.kind=q4_0 | quantization.kind | quantization.kind=nf4
+serve=q4_k_m distributed.kind=fsdp | quantization.kind | distributed.kind=ddp
+serve=q4_k_m distributed.kind=deepspeed | quantization.kind | distributed.kind=ddp
+serve=fp8 model.vision=frozen | quantization.kind | model.vision=none
+serve=q8_0 way=rounded model.vision=frozen | output.serve | model.vision=none
+serve=fp8 way=rounded model.vision=frozen | output.serve | serve=16bit
+serve=16bit runtime=ollama model.vision=frozen | output.runtime | runtime=vllm
+"""
 _NOT_READ = [
-    (f"output.serve={form}", f"output.runtime={name}")
+    [f"output.serve={form} output.runtime={name}", "output.runtime", "output.runtime=vllm"]
     for name, runtime in RUNTIMES.items()
     for form in SERVED
     if form not in runtime.reads
 ]
 _NO_ADAPTERS = [
-    (f"output.serve={form}", f"output.runtime={name}", "output.way=adapter")
+    [f"output.serve={form} output.runtime={name} output.way=adapter", "output.way", "output.way=rounded"]
     for name, runtime in RUNTIMES.items()
     for form in runtime.reads
     if form not in runtime.adapters and form in ("q4_k_m", "mxfp4", "fp8")
 ]
-_ADAPTER = ("output.serve=q4_k_m", "output.way=adapter")
-_AUTO = ("output.serve=q4_k_m",)
-WRONG: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
-    *((broken, "output.runtime", ("output.runtime=vllm",)) for broken in _NOT_READ),
-    *((broken, "output.way", ("output.way=rounded",)) for broken in _NO_ADAPTERS),
-    (("output.runtime=vllm",), "output.runtime", ("output.serve=fp8",)),
-    ((*_ADAPTER, "adapter.dora=true"), "adapter.dora", ("adapter.dora=false",)),
-    (("output.serve=16bit", "output.way=adapter", "adapter.dora=true"), "adapter.dora", ("output.way=rounded",)),
-    ((*_ADAPTER, "adapter.init=pissa"), "adapter.init", ("adapter.init=default",)),
-    ((*_ADAPTER, "adapter.extra_modules=[lm_head]"), "adapter.extra_modules", ("adapter.extra_modules=[]",)),
-    (
-        ("output.serve=fp8", "adapter.extra_modules=[lm_head]"), "adapter.extra_modules", ("adapter.extra_modules=[]",)
-    ),
-    ((*_AUTO, "data.new_tokens=[<tool>]"), "data.new_tokens", ("output.way=rounded",)),
-    (("quantization.kind=q6_k", "data.new_tokens=[<tool>]"), "data.new_tokens", ("quantization.kind=nf4",)),
-    (("quantization.kind=q6_k", "model.vocabulary=99000"), "model.vocabulary", ("quantization.kind=nf4",)),
-    (("quantization.kind=q6_k", "adapter.extra_modules=[embed_tokens]"), "adapter.extra_modules",
-     ("quantization.kind=nf4",)),
-    ((*_AUTO, "adapter.kind=none"), "output.serve", ("adapter.kind=lora",)),
-    ((*_AUTO, "training.objective=reward"), "output.serve", ("training.objective=supervised",)),
-    ((*_AUTO, "output.merge=true"), "output.merge", ("output.merge=false",)),
-    ((*_AUTO, "quantization.kind=nf4"), "quantization.kind", ("output.way=rounded",)),
-    ((*_AUTO, "quantization.kind=none"), "quantization.kind", ("output.way=rounded",)),
-    ((*_AUTO, "quantization.kind=q5_k_m"), "quantization.kind", ("quantization.kind=q4_k_m",)),
-    (("output.serve=16bit", "output.way=adapter", "quantization.kind=nf4"), "quantization.kind",
-     ("quantization.kind=none",)),
-    (("output.serve=q4_k_m", "output.runtime=ollama", "quantization.kind=q4_k_m"), "quantization.kind",
-     ("quantization.kind=none",)),
-    (("output.serve=q8_0", "output.way=rounded", "quantization.kind=q4_0"), "quantization.kind",
-     ("quantization.kind=nf4",)),
-    ((*_AUTO, "distributed.kind=fsdp"), "quantization.kind", ("distributed.kind=ddp",)),
-    ((*_AUTO, "distributed.kind=deepspeed"), "quantization.kind", ("distributed.kind=ddp",)),
-    (("output.serve=fp8", "model.vision=frozen"), "quantization.kind", ("model.vision=none",)),
-    (("output.serve=q8_0", "output.way=rounded", "model.vision=frozen"), "output.serve", ("model.vision=none",)),
-    (("output.serve=fp8", "output.way=rounded", "model.vision=frozen"), "output.serve", ("output.serve=16bit",)),
-    (
-        ("output.serve=16bit", "output.runtime=ollama", "model.vision=frozen"), "output.runtime",
-        ("output.runtime=vllm",),
-    ),
-]  # fmt: skip
+assert len(_NOT_READ) >= 5 <= len(_NO_ADAPTERS)
 
 
-def test_there_are_many_wrong_combinations() -> None:
-    assert len(WRONG) >= 35
-    assert len(_NOT_READ) >= 5 <= len(_NO_ADAPTERS)
-
-
-@pytest.mark.parametrize(("broken", "key", "cure"), WRONG, ids=str)
-def test_a_contradiction_names_its_key_and_a_cure_that_works(
-    job: Path, broken: tuple[str, ...], key: str, cure: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(("broken", "key", "cure"), [*_NOT_READ, *_NO_ADAPTERS, *table(WRONG)])
+def test_a_contradiction_names_its_key_and_a_cure_that_works(job: Path, broken: str, key: str, cure: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load_config(job, broken)
+        load_config(job, broken.split())
     said = str(error.value)
     assert f"`{key}`: " in said
     assert error.value.exit_code == 2
-    replaced, _, value = cure[0].partition("=")
+    replaced, _, value = cure.partition("=")
     assert re.search(rf"`{re.escape(value)}`|: {re.escape(value)}`|remove it|`{re.escape(replaced)}", said), said
-    kept = [one for one in broken if not one.startswith(f"{replaced}=")]
-    load_config(job, [*kept, *cure])
+    load_config(job, [*without(broken, replaced), cure])
+
+
+def without(overrides: str, replaced: str) -> list[str]:
+    return [one for one in shlex.split(overrides) if not one.startswith(f"{replaced}=")]
+
+
+_ADAPTER = ("output.serve=q4_k_m", "output.way=adapter")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +176,7 @@ def test_what_a_way_excludes_is_reported_once_with_cures_that_leave_the_kind_to_
     (said,) = str(error.value).splitlines()
     assert "`output.way: rounded`" in said
     assert "quantization.kind" not in said
-    rounded = [*_AUTO, "output.way=rounded", wrong]
+    rounded = ["output.serve=q4_k_m", "output.way=rounded", wrong]
     load_config(job, [*rounded, *["quantization.kind=none"] * ("pissa" in wrong)])
 
 
@@ -225,131 +218,139 @@ _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128
 _GGUF = {
     "quantization_config": {"quant_method": "gguf", "modules_to_convert": {"model.layers.0.mlp.up_proj.weight": "q4_0"}}
 }
-_GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4}
-_WHOLE_EXPERTS = {"model_type": "granitemoe", "num_local_experts": 4}
-_UNKNOWN_EXPERTS = {"model_type": "ernie4_5_moe", "moe_num_experts": 4}
-_GPT_2 = {"model_type": "gpt2", "n_embd": 256, "n_head": 4}
 _WIDE = {"hidden_size": 1024, "intermediate_size": 1024}
 _QWEN_35 = {"model_type": "qwen3_5_text", "num_hidden_layers": 4}
-_BY_NAME = "adapter.targets=[q_proj,experts.gate_up_proj,experts.down_proj]"
+BASES: dict[str, dict[str, object]] = {
+    "llama": {}, "fp8": _FP8, "nvfp4": _NVFP4, "gguf": _GGUF, "wide": _WIDE, "qwen3.5": _QWEN_35, "mixture": _MIXTURE,
+    "fp8-mixture": _MIXTURE | _FP8, "gpt-oss": {"model_type": "gpt_oss", "num_local_experts": 4},
+    "whole-experts": {"model_type": "granitemoe", "num_local_experts": 4},
+    "unknown-experts": {"model_type": "ernie4_5_moe", "moe_num_experts": 4},
+    "gpt2": {"model_type": "gpt2", "n_embd": 256, "n_head": 4}, "192 wide": {"hidden_size": 192},
+    "heads of 48": {"head_dim": 48}, "500 within": {"intermediate_size": 500}, "olmo2": {"model_type": "olmo2"},
+    "gelu": {"hidden_act": "gelu"},
+}  # fmt: skip
 _BESIDE = "output.way=adapter"
 
+# A base, overrides, the key of the message, and a cure.
+NOT_SERVED = """
+fp8 | serve=q8_0 way=adapter | output.way | serve=fp8
+fp8 | serve=16bit way=adapter | output.way | way=rounded
+fp8 | serve=fp8 runtime=sglang | output.way | runtime=vllm
+192 wide | serve=fp8 | output.serve | serve=q8_0
+192 wide | serve=int4 | output.serve | serve=16bit
+heads of 48 | serve=int4 | output.serve | serve=q8_0
+heads of 48 | serve=fp8 way=rounded | output.serve | serve=16bit
+500 within | serve=mxfp4 | output.serve | serve=q8_0
+500 within | serve=nvfp4 | output.serve | serve=q8_0
+nvfp4 | serve=nvfp4 way=rounded | output.way | way=adapter
+gguf | serve=q4_0 runtime=ollama | output.way | runtime=llama.cpp
+gguf | serve=q4_0 way=rounded | output.way | way=adapter
+mixture | serve=q4_0 way=adapter | output.way | adapter.expert_rank=0
+mixture | serve=q4_0 way=adapter | output.way | way=rounded
+mixture | serve=q4_0 way=adapter BY_NAME | output.way | way=rounded
+mixture | serve=fp8 way=adapter | output.way | way=rounded
+mixture | serve=fp8 way=adapter | output.way | adapter.expert_rank=0
+fp8-mixture | serve=fp8 | output.way | adapter.expert_rank=0
+qwen3.5 | serve=q4_k_m way=adapter | output.way | way=rounded
+llama | serve=nvfp4 way=adapter | output.way | way=rounded
+olmo2 | serve=q4_k_m | output.serve | serve=16bit
+gelu | serve=q8_0 | output.serve | serve=16bit
+gpt-oss | serve=fp8 | output.serve | serve=mxfp4
+gpt-oss | serve=nvfp4 way=rounded | output.serve | serve=q8_0
+gpt-oss | serve=mxfp4 way=adapter | output.way | way=rounded
+whole-experts | serve=int4 | output.serve | serve=fp8
+gpt2 | serve=int4 | output.serve | serve=16bit
+unknown-experts | serve=16bit way=adapter | output.way | way=rounded
+unknown-experts | serve=16bit way=adapter | output.way | adapter.expert_rank=0
+mixture | serve=16bit runtime=sglang way=adapter | output.way | adapter.expert_rank=0
+mixture | serve=16bit way=adapter adapter.targets=[experts.gate_up_proj] | output.way | way=rounded
+mixture | serve=16bit way=adapter adapter.targets=[q_proj,gate.weight] | output.way | way=rounded
+wide | serve=fp8 way=adapter adapter.rank=600 | output.way | way=rounded
+wide | serve=int4 way=adapter 'adapter.ranks={q_proj: 513}' | output.way | way=rounded
+"""
 
-@pytest.mark.parametrize(
-    ("of_base", "overrides", "key", "cure"),
-    [
-        (_FP8, ["output.serve=q8_0", _BESIDE], "output.way", "output.serve=fp8"),
-        (_FP8, ["output.serve=16bit", _BESIDE], "output.way", "output.way=rounded"),
-        (_FP8, ["output.serve=fp8", "output.runtime=sglang"], "output.way", "output.runtime=vllm"),
-        ({"hidden_size": 192}, ["output.serve=fp8"], "output.serve", "output.serve=q8_0"),
-        ({"hidden_size": 192}, ["output.serve=int4"], "output.serve", "output.serve=16bit"),
-        ({"head_dim": 48}, ["output.serve=int4"], "output.serve", "output.serve=q8_0"),
-        ({"head_dim": 48}, ["output.serve=fp8", "output.way=rounded"], "output.serve", "output.serve=16bit"),
-        ({"intermediate_size": 500}, ["output.serve=mxfp4"], "output.serve", "output.serve=q8_0"),
-        ({"intermediate_size": 500}, ["output.serve=nvfp4"], "output.serve", "output.serve=q8_0"),
-        (_NVFP4, ["output.serve=nvfp4", "output.way=rounded"], "output.way", "output.way=adapter"),
-        (_GGUF, ["output.serve=q4_0", "output.runtime=ollama"], "output.way", "output.runtime=llama.cpp"),
-        (_GGUF, ["output.serve=q4_0", "output.way=rounded"], "output.way", "output.way=adapter"),
-        (_MIXTURE, ["output.serve=q4_0", _BESIDE], "output.way", "adapter.expert_rank=0"),
-        (_MIXTURE, ["output.serve=q4_0", _BESIDE], "output.way", "output.way=rounded"),
-        (_MIXTURE, ["output.serve=q4_0", _BESIDE, _BY_NAME], "output.way", "output.way=rounded"),
-        (_MIXTURE, ["output.serve=fp8", _BESIDE], "output.way", "output.way=rounded"),
-        (_MIXTURE, ["output.serve=fp8", _BESIDE], "output.way", "adapter.expert_rank=0"),
-        (_MIXTURE | _FP8, ["output.serve=fp8"], "output.way", "adapter.expert_rank=0"),
-        (_QWEN_35, ["output.serve=q4_k_m", _BESIDE], "output.way", "output.way=rounded"),
-        ({}, ["output.serve=nvfp4", _BESIDE], "output.way", "output.way=rounded"),
-        ({"model_type": "olmo2"}, ["output.serve=q4_k_m"], "output.serve", "output.serve=16bit"),
-        ({"hidden_act": "gelu"}, ["output.serve=q8_0"], "output.serve", "output.serve=16bit"),
-        (_GPT_OSS, ["output.serve=fp8"], "output.serve", "output.serve=mxfp4"),
-        (_GPT_OSS, ["output.serve=nvfp4", "output.way=rounded"], "output.serve", "output.serve=q8_0"),
-        (_GPT_OSS, ["output.serve=mxfp4", _BESIDE], "output.way", "output.way=rounded"),
-        (_WHOLE_EXPERTS, ["output.serve=int4"], "output.serve", "output.serve=fp8"),
-        (_GPT_2, ["output.serve=int4"], "output.serve", "output.serve=16bit"),
-        (_UNKNOWN_EXPERTS, ["output.serve=16bit", _BESIDE], "output.way", "output.way=rounded"),
-        (_UNKNOWN_EXPERTS, ["output.serve=16bit", _BESIDE], "output.way", "adapter.expert_rank=0"),
-        (_MIXTURE, ["output.serve=16bit", "output.runtime=sglang", _BESIDE], "output.way", "adapter.expert_rank=0"),
-        (
-            _MIXTURE, ["output.serve=16bit", _BESIDE, "adapter.targets=[experts.gate_up_proj]"], "output.way",
-            "output.way=rounded",
-        ),
-        (
-            _MIXTURE, ["output.serve=16bit", _BESIDE, "adapter.targets=[q_proj,gate.weight]"], "output.way",
-            "output.way=rounded",
-        ),
-        (_WIDE, ["output.serve=fp8", _BESIDE, "adapter.rank=600"], "output.way", "output.way=rounded"),
-        (_WIDE, ["output.serve=int4", _BESIDE, "adapter.ranks={q_proj: 513}"], "output.way", "output.way=rounded"),
-    ],
-    ids=str,
-)  # fmt: skip
+
+def of_base(job: Path, of: str, *overrides: str) -> tuple[Config, str | None]:
+    """The config once its base, one of `BASES`, is known, and what is said of it."""
+    folder = job.with_name(f"base {of}")
+    named = f"model.name={folder if folder.exists() else base(folder, **BASES[of])}"
+    return bounds.as_known_base_allows(load_config(job, [named, *overrides]))
+
+
+@pytest.mark.parametrize(("of", "overrides", "key", "cure"), table(NOT_SERVED))
 def test_what_a_base_cannot_be_served_as_is_refused_once_it_is_known(
-    job: Path, of_base: dict[str, object], overrides: list[str], key: str, cure: str, tmp_path: Path
+    of: str, overrides: str, key: str, cure: str, job: Path
 ) -> None:
-    named = f"model.name={base(tmp_path / 'base', **of_base)}"
     with refusal(ConfigError, f"`{key}`") as error:
-        bounds.as_known_base_allows(load_config(job, [named, *overrides]))
+        of_base(job, of, *shlex.split(overrides))
     assert error.value.exit_code == 2
     changed, _, value = cure.partition("=")
     assert f"`{value}`" in str(error.value) or f": {value}`" in str(error.value)
-    kept = [one for one in overrides if not one.startswith(f"{changed}=")]
-    config, note = bounds.as_known_base_allows(load_config(job, [named, *kept, cure]))
+    config, note = of_base(job, of, *without(overrides, changed), cure)
     assert note is not None
     assert note.startswith("output.serve: ")
     assert config.output.way != "auto"
 
 
-@pytest.mark.parametrize(
-    ("of_base", "overrides", "why"),
-    [
-        (_MIXTURE, ["output.serve=fp8"], "vLLM computes nonsense with an adapter on experts in FP8"),
-        (_MIXTURE, ["output.serve=q4_k_m"], "llama.cpp has no form for an adapter on experts"),
-        (_MIXTURE, ["output.serve=q4_k_m", _BY_NAME], "llama.cpp has no form for an adapter on experts"),
-        (_QWEN_35, ["output.serve=q4_k_m"], "llama.cpp stores columns of `linear_attn.out_proj`"),
-        ({}, ["output.serve=nvfp4"], "vllm computes several weights as one"),
-        ({}, ["output.serve=nvfp4", "output.runtime=vllm"], "vllm computes several weights as one"),
-        (_FP8, ["output.serve=16bit"], "is published in FP8, which is not quantized again to 16bit"),
-        (_FP8, ["output.serve=q8_0"], "is published in FP8, which is not quantized again to q8_0"),
-        (_GPT_OSS, ["output.serve=mxfp4"], "files for vLLM have MXFP4 of the experts of gpt-oss alone"),
-        (_UNKNOWN_EXPERTS, ["output.serve=16bit"], "form that vLLM reads for `ernie4_5_moe` is unknown here"),
-        (_MIXTURE, ["output.serve=16bit", "output.runtime=sglang"], "by which SGLang finds an adapter on experts"),
-        (_WIDE, ["output.serve=16bit", "adapter.rank=600"], "its rank is 600, and vLLM takes at most 512"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_a_base_cannot_have_beside_it_is_rounded_by_itself(
-    job: Path, of_base: dict[str, object], overrides: list[str], why: str, tmp_path: Path
-) -> None:
-    named = f"model.name={base(tmp_path / 'base', **of_base)}"
-    config, note = bounds.as_known_base_allows(load_config(job, [named, *overrides]))
+# A base, overrides, and the reason.
+ROUNDED = """
+mixture | serve=fp8 | vLLM computes nonsense with an adapter on experts in FP8
+mixture | serve=q4_k_m | llama.cpp has no form for an adapter on experts
+mixture | serve=q4_k_m BY_NAME | llama.cpp has no form for an adapter on experts
+qwen3.5 | serve=q4_k_m | llama.cpp stores columns of `linear_attn.out_proj`
+llama | serve=nvfp4 | vllm computes several weights as one
+llama | serve=nvfp4 runtime=vllm | vllm computes several weights as one
+fp8 | serve=16bit | is published in FP8, which is not quantized again to 16bit
+fp8 | serve=q8_0 | is published in FP8, which is not quantized again to q8_0
+gpt-oss | serve=mxfp4 | files for vLLM have MXFP4 of the experts of gpt-oss alone
+unknown-experts | serve=16bit | form that vLLM reads for `ernie4_5_moe` is unknown here
+mixture | serve=16bit runtime=sglang | by which SGLang finds an adapter on experts
+wide | serve=16bit adapter.rank=600 | its rank is 600, and vLLM takes at most 512
+"""
+
+
+@pytest.mark.parametrize(("of", "overrides", "why"), table(ROUNDED))
+def test_what_a_base_cannot_have_beside_it_is_rounded_by_itself(of: str, overrides: str, why: str, job: Path) -> None:
+    config, note = of_base(job, of, *overrides.split())
     assert config.output.way == "rounded"
     assert "as one file, rounded after training (" in str(note)
     assert why in str(note)
-    (saved := tmp_path / "saved.yaml").write_text(dump(config))
+    (saved := job.with_name("saved.yaml")).write_text(dump(config))
     assert bounds.as_known_base_allows(load_config(saved))[0] == config
     with refusal(ConfigError, "`output.way`"):
-        bounds.as_known_base_allows(load_config(job, [named, *overrides, _BESIDE]))
+        of_base(job, of, *overrides.split(), _BESIDE)
+
+
+# A base, overrides, and the way and kind that follow.
+KEPT = """
+mixture | serve=q4_k_m adapter.expert_rank=0 | adapter q4_k_m
+mixture | serve=fp8 adapter.targets=[q_proj] | adapter fp8
+wide | serve=q8_0 adapter.rank=600 | adapter q8_0
+fp8 | serve=fp8 | adapter fp8
+fp8 | serve=q4_k_m way=rounded | rounded fp8
+qwen3.5 | serve=16bit runtime=llama.cpp | rounded nf4
+qwen3.5 | serve=16bit runtime=llama.cpp adapter.targets=[q_proj] | adapter none
+"""
+
+
+@pytest.mark.parametrize(("of", "overrides", "expected"), table(KEPT))
+def test_what_a_base_may_have_beside_it_is_served_as_that(of: str, overrides: str, expected: str, job: Path) -> None:
+    config, note = of_base(job, of, *overrides.split())
+    assert [config.output.way, config.quantization.kind] == expected.split()
+    assert ("linear_attn.out_proj" in str(note)) == (of == "qwen3.5" and config.output.way == "rounded")
 
 
 def test_the_header_of_a_plan_says_it_of_its_base(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for mixture, said in (
-        (_MIXTURE, "(llama.cpp has no form for an adapter on experts)"),
-        ({}, "quantization.kind: q4_0"),
-    ):
+    of_mixture = (_MIXTURE, "(llama.cpp has no form for an adapter on experts)")
+    for mixture, said in (of_mixture, ({}, "quantization.kind: q4_0")):
         named = f"model.name={base(tmp_path / str(len(mixture)), **mixture)}"
         announce("plan", load_config(job, [named, "output.serve=q4_0"]))
         title, line = capsys.readouterr().out.splitlines()[:2]
         assert ("q4_0" in title) == (not mixture)
         assert line.startswith("output.serve: q4_0 for llama.cpp as ")
         assert said in line
-
-
-def test_a_mixture_whose_experts_have_no_adapter_is_served_beside_one(job: Path, tmp_path: Path) -> None:
-    named = f"model.name={base(tmp_path / 'base', **_MIXTURE)}"
-    for serve in ("q4_k_m", "fp8"):
-        for without in ("adapter.expert_rank=0", "adapter.targets=[q_proj]"):
-            config, _ = bounds.as_known_base_allows(load_config(job, [named, f"output.serve={serve}", without]))
-            assert config.output.way == "adapter"
 
 
 def test_experts_that_are_published_in_a_form_and_have_no_adapter_are_served_in_it(job: Path, tmp_path: Path) -> None:
@@ -386,12 +387,6 @@ def test_experts_that_files_have_in_one_tensor_are_refused_where_servers_read_th
         resolved_as("int4")
 
 
-def test_llama_cpp_takes_an_adapter_of_any_rank(job: Path, tmp_path: Path) -> None:
-    named = f"model.name={base(tmp_path / 'base', **_WIDE)}"
-    config, _ = bounds.as_known_base_allows(load_config(job, [named, "output.serve=q8_0", "adapter.rank=600"]))
-    assert config.output.way == "adapter"
-
-
 def test_advice_says_of_which_bases_a_runtime_takes_an_adapter(job: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(job, ["output.serve=nvfp4", "output.runtime=sglang", _BESIDE])
@@ -399,15 +394,10 @@ def test_advice_says_of_which_bases_a_runtime_takes_an_adapter(job: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("of_base", "serve", "lossy"),
-    [(_GGUF, "q4_k_m", True), (_GGUF, "q8_0", False), (_NVFP4, "mxfp4", True), (_FP8, "q4_k_m", False)],
-    ids=str,
+    ("of", "serve", "lossy"), [("gguf", "q4_k_m", True), ("gguf", "q8_0", False), ("nvfp4", "mxfp4", True)]
 )
-def test_rounding_from_one_coarse_form_to_another_is_warned_of(
-    job: Path, of_base: dict[str, object], serve: str, lossy: bool, tmp_path: Path
-) -> None:
-    named = f"model.name={base(tmp_path / 'base', **of_base)}"
-    _, note = bounds.as_known_base_allows(load_config(job, [named, f"output.serve={serve}", "output.way=rounded"]))
+def test_rounding_from_one_coarse_form_to_another_is_warned_of(of: str, serve: str, lossy: bool, job: Path) -> None:
+    _, note = of_base(job, of, f"output.serve={serve}", "output.way=rounded")
     assert ("a part of a small update is lost" in str(note)) == lossy
 
 
@@ -419,28 +409,9 @@ def test_random_weights_are_planned_but_not_trained_to_be_served(job: Path) -> N
     check(load_config(job, served), torch.device("cpu"))
 
 
-def test_a_published_base_is_served_as_it_is(job: Path, tmp_path: Path) -> None:
-    named = f"model.name={base(tmp_path / 'base', **_FP8)}"
-    config, _ = bounds.as_known_base_allows(load_config(job, [named, "output.serve=fp8"]))
-    assert (config.quantization.kind, config.output.way) == ("fp8", "adapter")
-    rounded = ["output.serve=q4_k_m", "output.way=rounded"]
-    config, note = bounds.as_known_base_allows(load_config(job, [named, *rounded]))
-    assert (config.quantization.kind, config.output.way) == ("fp8", "rounded")
-    assert note is not None
-    assert len(note.splitlines()) == 2
-    assert len(GGUF) == 6
-
-
-def test_a_file_in_16_bit_is_for_families_that_llama_cpp_has(job: Path, tmp_path: Path) -> None:
-    in_16_bit = ["output.serve=16bit", "output.runtime=llama.cpp"]
-    named = f"model.name={base(tmp_path / 'olmo', model_type='olmo2')}"
+def test_a_file_in_16_bit_is_for_families_that_llama_cpp_has(job: Path) -> None:
     with refusal(ConfigError, "`output.serve`", "output.runtime"):
-        bounds.as_known_base_allows(load_config(job, [named, *in_16_bit]))
-    named = f"model.name={base(tmp_path / 'qwen', **_QWEN_35)}"
-    config, note = bounds.as_known_base_allows(load_config(job, [named, *in_16_bit]))
-    assert (config.output.way, "linear_attn.out_proj" in str(note)) == ("rounded", True)
-    config, _ = bounds.as_known_base_allows(load_config(job, [named, *in_16_bit, "adapter.targets=[q_proj]"]))
-    assert config.output.way == "adapter"
+        of_base(job, "olmo2", "output.serve=16bit", "output.runtime=llama.cpp")
 
 
 def test_a_trained_run_is_read_though_rules_of_serving_have_changed(tmp_path: Path) -> None:
