@@ -14,8 +14,11 @@ from jobs import sampled, write_rows
 
 import finetune
 from finetune.data.prepare import prepare
+from finetune.errors import ForecastError
 from finetune.export.export_formats import FORMATS
+from finetune.forecast.planning import Planner
 from finetune.inference import jobs
+from finetune.init import proposal
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.storage.rundir import RunDirectory
 
@@ -75,30 +78,28 @@ def test_a_run_of_conversations_says_nothing_of_plain_text(run: RunDirectory, ca
     assert "plain text" not in out + (run.path / "plain-adapter" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("separator", "said"),
-    [
-        ("", "plain text in 60 rows, without the chat template; no white space before the answer in 60 (see "
-         "data.separator)"),
-        ("\n", 'plain text in 60 rows, without the chat template, each followed by "\\n"'),
-    ],
-)  # fmt: skip
 def test_the_header_of_a_run_and_a_look_at_the_data_say_how_prompts_are_joined(
-    separator: str, said: str, quick: Any, tmp_path: Path, call: Call, shallow_base: Path
+    tmp_path: Path, call: Call, shallow_base: Path, hurried: None, unwarmed: None
 ) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(f"model: {{name: {shallow_base}}}\ndata: {{train: {write(tmp_path)}}}\n")
-    run = [f"data.separator={json.dumps(separator)}", "training.max_steps=1", "memory.check=off"]
-    for command in (["data", job, run[0]], ["train", job, *run, f"output.dir={tmp_path / 'run'}"]):
-        code, out, _ = call(*command)
+    plain, newline = ("plain text in 60 rows, without the chat template" + how for how in (
+        "; no white space before the answer in 60 (see data.separator)", ', each followed by "\\n"'
+    ))  # fmt: skip
+    run = ("training.max_steps=1", "memory.check=off", f"output.dir={tmp_path / 'run'}")
+    turns = "if `data.columns: {instruction: prompt, output: completion}` made the rows turns of the chat template\n"
+    for said, command, *arguments in (
+        (plain, "data", 'data.separator=""'), (newline, "data", r'data.separator="\n"'),
+        (newline, "train", r'data.separator="\n"', *run),
+    ):  # fmt: skip
+        code, out, _ = call(command, job, *arguments)
         assert code == 0
         assert re.search(r"^prompts +(.*)$", out, re.M)[1] == said  # type: ignore[index]
-    code, out, _ = call("data", job, run[0])
-    assert f"What is 0?{separator and '↵'}" in out
-    turns = "if `data.columns: {instruction: prompt, output: completion}` made the rows turns of the chat template\n"
-    assert turns in out
-    template = out.partition(turns)[2]
-    assert re.search(r"<\|im_start\|>user↵\n +What is \d+\?<\|im_end\|>↵\n", template)
+        if command == "data":
+            assert f"What is 0?{'↵' if said == newline else ''}" in out
+            assert turns in out
+            template = out.partition(turns)[2]
+            assert re.search(r"<\|im_start\|>user↵\n +What is \d+\?<\|im_end\|>↵\n", template)
 
     code, out, _ = call("data", job, "data.columns={instruction: prompt, output: completion}")
     assert code == 0
@@ -114,10 +115,17 @@ def test_rows_without_a_chat_template_are_not_shown_with_one(call: Call, tmp_pat
     assert "made the rows turns" not in out
 
 
+def _not_fitted(planner: Planner) -> None:
+    raise ForecastError("not here")
+
+
 def test_init_proposes_the_chat_template_where_there_is_one_and_else_a_separator(
     call: Call, tmp_path: Path, bare_base: Path, shallow_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    # Of the forecast, which takes most of the time of `init`, nothing is looked at.
+    monkeypatch.setattr(proposal, "_choose_quantization", lambda *_: None)
+    monkeypatch.setattr(Planner, "fit", _not_fitted)
     write(tmp_path)
     for base, said, unsaid in [
         (shallow_base, "instruction: prompt", "separator"),

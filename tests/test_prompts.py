@@ -65,6 +65,11 @@ def test_a_run_is_asked_as_its_rows_are_written_though_they_are_gone(
     tokenizer = load_tokenizer(config.model)
     learnt = [list(ids) for ids in prepare(config.data, tokenizer).train["input_ids"]]
     run = finetune.train(config).run
+    answered = json.loads(run.answers_file.read_text())
+    assert bool(answered) == (kind != "text"), "which has no question"
+    for sample in answered:
+        assert sample["reference"].strip().partition(",")[0] in sample["question"]
+        assert (sample["before"], sample["after"]) == ("said", "said")
     asked.clear()
     rows.unlink()
     for which in ("base", "adapter"):
@@ -77,35 +82,8 @@ def test_a_run_is_asked_as_its_rows_are_written_though_they_are_gone(
 
 
 @pytest.mark.slow
-def test_the_sample_answers_show_every_turn_that_was_asked(quick: Any, asked: list[list[int]], tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": conversation(number)} for number in range(30)])
-    run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")).run
-    answered = json.loads(run.answers_file.read_text())
-    tokenizer = load_tokenizer(run.config().model)
-    numbers = [int(row["reference"].partition(",")[0]) for row in answered]
-    assert {tokenizer.decode(ids) for ids in asked} == {
-        tokenizer.apply_chat_template(conversation(number)[:-1], add_generation_prompt=True, tokenize=False)
-        for number in numbers
-    }
-    for number, row in zip(numbers, answered, strict=True):
-        assert row["question"] == f"system: Be brief.\nuser: Say {number}\nassistant: what?\nuser: that"
-        assert row["question"] in run.report_file.read_text()
-
-
-@pytest.mark.slow
-def test_the_prompts_of_completions_are_asked_too(quick: Any, asked: list[list[int]], tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [KINDS["completion"][0](number) for number in range(30)])
-    run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")).run
-    answered = json.loads(run.answers_file.read_text())
-    assert answered
-    for row in answered:
-        assert row["reference"].strip().partition(",")[0] in row["question"]
-        assert (row["before"], row["after"]) == ("said", "said")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
-def test_a_run_ends_well_whatever_its_messages_hold_besides_text(
+def test_the_sample_answers_show_every_turn_that_was_asked_whatever_else_the_messages_hold(
     ending: str, quick: Any, asked: list[list[int]], tmp_path: Path
 ) -> None:
     """Half of a surrogate pair is no JSON that is read again, and NaN none at all; no template writes either."""
@@ -118,7 +96,17 @@ def test_a_run_ends_well_whatever_its_messages_hold_besides_text(
         write_rows(rows, made)
     run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1")).run
     assert run.finished
-    assert [row["after"] for row in run.answers()] == ["said"] * 3
+    answered = json.loads(run.answers_file.read_text())
+    assert [row["after"] for row in answered] == ["said"] * 3
+    tokenizer = load_tokenizer(run.config().model)
+    numbers = [int(row["reference"].partition(",")[0]) for row in answered]
+    assert {tokenizer.decode(ids) for ids in asked} == {
+        tokenizer.apply_chat_template(conversation(number)[:-1], add_generation_prompt=True, tokenize=False)
+        for number in numbers
+    }
+    for number, row in zip(numbers, answered, strict=True):
+        assert row["question"] == f"system: Be brief.\nuser: Say {number}\nassistant: what?\nuser: that"
+        assert row["question"] in run.report_file.read_text()
 
 
 def test_a_prompt_is_shown_with_who_says_what_but_a_single_question_by_itself() -> None:
