@@ -2,14 +2,15 @@
 
 import json
 import os
+import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import TINY, write_rows
 from messages import reported
 
 from finetune import cli
@@ -19,7 +20,6 @@ from finetune.launch.targets import TARGETS
 from finetune.report.scores import Scores
 from finetune.storage.rundir import RunDirectory
 
-TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 _ROUNDED = "output.serve: q4_0 for ollama as one file, rounded after training (ollama takes no adapters at all)"
 
 
@@ -34,12 +34,113 @@ def job(tmp_path: Path, rows_file: Path, shallow_base: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_train_prints_losses_peaks_and_answers(call, job: list[str], tmp_path: Path) -> None:
+def test_train_prints_losses_peaks_and_answers_or_a_summary_as_json(call, job: list[str], tmp_path: Path) -> None:
     code, out, _ = call("train", *job)
     assert code == 0
     for expected in ("eval loss of the base", "peak memory", "backward", "before", "after", str(tmp_path / "run")):
         assert expected in out
     assert RunDirectory(tmp_path / "run").finished
+    code, out, _ = call("train", *job, "--json")
+    assert code == 0
+    summary = json.loads(out)
+    assert summary["steps"] == 2
+    assert summary["base_eval_loss"] > 0
+
+
+# A command line and its exit code, with words of its message. JOB is a job, and of the folders there is none.
+REFUSED = [
+    # paths
+    ("report {tmp}/{long}", 7, "not a run directory"),
+    ("report {tmp}/{deep}", 7, "not a run directory"),
+    ("report {tmp}/loop", 7, "not a run directory"),
+    ("report {tmp}/loop/run", 7, "not a run directory"),
+    ("report {tmp}/", 7, "not a run directory"),
+    ("data {tmp}/{long}", 2, "error: {tmp}/"),
+    ("data {tmp}/{deep}", 2, "error: {tmp}/"),
+    ("data {tmp}/loop", 2, "error: {tmp}/"),
+    ("data {tmp}/loop/job.yaml", 2, "error: {tmp}/"),
+    ("data {tmp}/latin.yaml", 2, "error: {tmp}/latin.yaml: is not UTF-8 text (byte 19 is 0xE9); "),
+    ("init --from {tmp}/latin.yaml", 2, "error: {tmp}/latin.yaml: is not UTF-8 text (byte 19 is 0xE9); "),
+    ("init --from {tmp}/latni.yaml", 2, "no such file; did you mean `{tmp}/latin.yaml`?"),
+    # what is to be written
+    ("data JOB --html ''", 4, "it is a folder; name a file"),
+    ("data JOB --html .", 4, "it is a folder; name a file"),
+    ("data JOB --html {tmp}", 4, "it is a folder; name a file"),
+    ("init builtin:tiny-llama {rows} --yes --output {tmp}", 4, "it is a folder"),
+    ("init builtin:tiny-llama {rows} --yes --output {tmp}/none/x", 4, "its directory does not exist"),
+    ("fit JOB --output {tmp}", 4, "it is a folder"),
+    ("fit JOB --output {tmp}/none/x", 4, "its directory does not exist"),
+    # cards and models
+    ("plan JOB --gpu 24GiB --gpus 3", 2, "cannot be split among 3 processes"),
+    ("fit JOB --gpu 24GiB --gpus 3", 2, "cannot be split among 3 processes"),
+    ("plan JOB --gpu 24GiB --gpus 0", 2, "Invalid value for '--gpus'"),
+    ("fit JOB --gpu 24GiB --gpus 1025", 2, "Invalid value for '--gpus'"),
+    ("plan JOB --gpu 'RTX 4900'", 2, "RTX 4090"),
+    ("fit JOB --gpu 'RTX 4900'", 2, "RTX 4090"),
+    ("plan JOB --gpu 24GB", 2, "GiB"),
+    ("plan JOB --gpu T4 model.name=someone/nothing", 4, "the hub cannot be reached"),
+    ("plan JOB --gpu T4 model.name=./nowhere", 7, "no such model directory"),
+    ("fit JOB --gpu T4 model.name=./nowhere", 7, "no such model directory"),
+    ("plan JOB --gpu T4 model.name=llama.q4.gguf", 7, "download the GGUF file and give its path"),
+    ("plan JOB --gpu T4 model.name=https://huggingface.co/a/b", 7, "name on the hub: a/b"),
+    ("plan JOB --gpu T4 model.name={tmp}/unknown", 7, "no_such_architecture"),
+    ("plan JOB --gpu T4 model.name={tmp}/not_json", 7, "not_json"),
+    # rows
+    ("data JOB data.eval=none data.train={tmp}/masked.jsonl --html {tmp}/a.html", 3, "teaches nothing"),
+    ("data JOB data.eval=none data.train={tmp}/empty.jsonl --html {tmp}/a.html", 3, "1 empty answer"),
+    ("data JOB data.eval=none data.train={tmp}/long.jsonl data.max_length=16 data.too_long=drop --html {tmp}/a.html", 3,
+     "leaves nothing to train"),
+    ("data JOB data.eval=none data.train={tmp}/number.jsonl --html {tmp}/a.html", 3,
+     "number.jsonl:1: `completion` must be text, not a number"),
+    # training
+    ("train JOB data.train=nowhere.jsonl", 3, "nowhere.jsonl: no such file"),
+    ("train JOB data.train=builtin:python_dogs", 3, "did you mean `builtin:python_docs`"),
+    ("train JOB model.name=./nowhere", 7, "no such model directory"),
+    ("train JOB model.name=someone/nothing", 4, "the hub cannot be reached"),
+    ("train JOB adapter.targets=[q_pro]", 2, "did you mean `q_proj`"),
+    ("train JOB training.precision=fp16", 4, "needs a CUDA device"),
+    ("train JOB output.dir=/proc/nowhere", 4, "set `output.dir`"),
+    ("train JOB --training.max_steps=20", 2, "write an override without dashes, as section.key=value"),
+    ("train JOB -training.max_steps=20", 2, "write an override without dashes, as section.key=value"),
+    # exports
+    ("export {trained} --to mergd", 2, f"did you mean `merged`? choose from {', '.join(FORMATS)}"),
+    ("export {trained} --to gguf --type q3_k_m", 2, "llama-quantize model-f16.gguf model-q3_k_m.gguf q3_k_m"),
+    ("export {trained} --to gguf --type ''", 2, "GGUF type `` is not known; choose from f16"),
+    ("export {trained} --to gguf --push a/b/c", 2, "`--push a/b/c`"),
+    ("export {trained} --to gguf --push ''", 2, "`--push `"),
+    ("export {trained} --to merged --type q4_0", 2, "`--type q4_0`: `merged` has no GGUF file"),
+    ("export {trained} --to fp8 --type q4_0", 2, "`--type q4_0`: `fp8` has no GGUF file"),
+]  # fmt: skip
+_ROWS = {
+    "masked": {"input_ids": [1, 2], "labels": [-100, 2]}, "empty": {"prompt": "Say", "completion": ""},
+    "long": {"prompt": "Say " * 99, "completion": "word"}, "number": {"prompt": "Say", "completion": 7},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "code", "words"), REFUSED)
+def test_what_is_missing_or_wrong_has_its_exit_code_and_nothing_is_written(
+    line: str, code: int, words: str, call, job: list[str], trained: RunDirectory, rows_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "latin.yaml").write_bytes(b"model:\n  name: caf\xe9\n")
+    for name, row in _ROWS.items():
+        write_rows(tmp_path / f"{name}.jsonl", [row])
+    for name, text in (("unknown", '{"model_type": "no_such_architecture"}'), ("not_json", "{")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    before = {*tmp_path.iterdir()}
+    given = {"tmp": tmp_path, "long": "x" * 300, "deep": "a/" * 3_000, "trained": trained.path, "rows": rows_file}
+    command = [part for word in shlex.split(line) for part in (job if word == "JOB" else [word.format(**given)])]
+    found, out, err = call(*command)
+    assert found == code
+    assert words.format(**given) in err
+    assert err.startswith(("error: ", "Usage: "))
+    assert command[0] == "train" or code == 4 or out.count("\n") <= 1, "a header"
+    assert {*tmp_path.iterdir()} - before <= {tmp_path / "run"}
+    assert not RunDirectory(tmp_path / "run").finished
+    assert not RunDirectory(tmp_path / "run").adapter.exists()
+    assert not (trained.path / "gguf").exists()
+    assert not (trained.path / "fp8").exists()
 
 
 def test_a_path_that_the_system_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -47,22 +148,6 @@ def test_a_path_that_the_system_refuses_is_one_line(tmp_path: Path, capsys: pyte
         (tmp_path / ("x" * 300)).write_text("")
     assert stopped.value.code == 4
     assert capsys.readouterr().err == f"error: {tmp_path / ('x' * 300)}: File name too long\n"
-
-
-@pytest.mark.parametrize("run", ["x" * 300, "a/" * 3_000, "loop", "loop/run", ""])
-def test_an_impossible_run_path_is_refused(call, run: str, tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    code, _, err = call("report", f"{tmp_path}/{run}")
-    assert code == 7
-    assert "not a run directory" in err
-
-
-@pytest.mark.parametrize("config", ["x" * 300, "a/" * 3_000, "loop", "loop/job.yaml"])
-def test_an_impossible_config_path_is_refused(call, config: str, tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    code, _, err = call("data", f"{tmp_path}/{config}")
-    assert code == 2
-    assert err.startswith(f"error: {tmp_path}/")
 
 
 def test_files_to_read_and_to_write_may_be_at_home(
@@ -79,42 +164,15 @@ def test_files_to_read_and_to_write_may_be_at_home(
 
 
 @pytest.mark.slow
-def test_train_as_json(call, job: list[str]) -> None:
-    code, out, _ = call("train", *job, "--json")
-    assert code == 0
-    summary = json.loads(out)
-    assert summary["steps"] == 2
-    assert summary["base_eval_loss"] > 0
-
-
-@pytest.mark.parametrize("command", ["plan", "fit"])
-@pytest.mark.parametrize(
-    ("gpus", "said"),
-    [(3, "cannot be split among 3 processes"), (0, "Invalid value for '--gpus'"), (1025, "Invalid value for '--gpus'")],
-)
-def test_an_impossible_number_of_gpus_is_refused(call, job: list[str], command: str, gpus: int, said: str) -> None:
-    code, out, err = call(command, *job, "--gpu", "24GiB", "--gpus", gpus, "--json")
-    assert (code, out) == (2, "")
-    assert said in err
-
-
-@pytest.mark.slow
-def test_plan_says_that_a_job_fits_and_draws_it(call, job: list[str], tmp_path: Path) -> None:
-    picture = tmp_path / "memory.png"
-    code, out, err = call("plan", *job, "--gpu", "RTX 4090", "--picture", picture)
+def test_plan_says_that_a_job_fits_and_is_served_and_draws_it(call, job: list[str], tmp_path: Path) -> None:
+    picture, served = tmp_path / "memory.png", ("output.serve=q4_0", "output.runtime=ollama")
+    code, out, err = call("plan", *job, *served, "--gpu", "RTX 4090", "--picture", picture)
     assert (code, err) == (0, "")
-    for expected in ("fits: ", "on RTX 4090", "backward", "adapter"):
+    for expected in ("fits: ", "on RTX 4090", "backward", "adapter", _ROUNDED):
         assert expected in out
+    assert "rounding with the training rows, apart from training, takes" in out
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert not (tmp_path / "run").exists(), "a plan writes no run"
-
-
-@pytest.mark.slow
-def test_plan_says_what_rounding_with_the_rows_takes(call, job: list[str]) -> None:
-    code, out, _ = call("plan", *job, "output.serve=q4_0", "output.runtime=ollama", "--gpu", "RTX 4090")
-    assert code == 0
-    assert _ROUNDED in out
-    assert "rounding with the training rows, apart from training, takes" in out
 
 
 @pytest.mark.slow
@@ -182,67 +240,11 @@ def test_data_as_json(call, job: list[str]) -> None:
     assert found["batch_size"] == 4
 
 
-@pytest.mark.parametrize(
-    ("row", "overrides", "words"),
-    [
-        ({"input_ids": [1, 2], "labels": [-100, 2]}, [], "teaches nothing"),
-        ({"prompt": "Say", "completion": ""}, [], "1 empty answer"),
-        (
-            {"prompt": "Say " * 99, "completion": "word"},
-            ["data.max_length=16", "data.too_long=drop"],
-            "leaves nothing to train",
-        ),
-        ({"prompt": "Say", "completion": 7}, [], "rows.jsonl:1: `completion` must be text, not a number"),
-    ],
-)
-def test_data_that_teaches_nothing_exits_3(
-    call, job: list[str], tmp_path: Path, row: dict, overrides: list[str], words: str
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps(row) + "\n")
-    page = tmp_path / "look.html"
-    code, out, err = call("data", *job, f"data.train={rows}", "data.eval=none", *overrides, "--html", page)
-    assert (code, out) == (3, "")
-    assert err.startswith("error: ")
-    assert words in err
-    assert not page.exists()
-
-
 def test_a_page_that_cannot_be_written_exits_4(call, job: list[str], tmp_path: Path) -> None:
     code, out, err = call("data", *job, "--html", tmp_path / "nowhere" / "look.html")
     assert code == 4
     assert "22 rows teach" in out, "the table is printed first"
     reported(err, "look.html")
-
-
-@pytest.mark.parametrize("command", ["plan", "fit"])
-@pytest.mark.parametrize(
-    ("overrides", "gpu", "code", "words"),
-    [
-        ([], "RTX 4900", 2, "RTX 4090"),
-        ([], "24GB", 2, "GiB"),
-        (["model.name=someone/nothing"], "T4", 4, "the hub cannot be reached"),
-        (["model.name=./nowhere"], "T4", 7, "no such model directory"),
-        (["model.name=llama.q4.gguf"], "T4", 7, "download the GGUF file and give its path"),
-        (["model.name=https://huggingface.co/someone/nothing"], "T4", 7, "name on the hub: someone/nothing"),
-        (["model.name={unknown}"], "T4", 7, "no_such_architecture"),
-        (["model.name={not_json}"], "T4", 7, "not_json"),
-    ],
-)
-def test_a_plan_for_an_unknown_model_or_card_is_one_error(
-    call, job: list[str], tmp_path: Path, command: str, overrides: list[str], gpu: str, code: int, words: str
-) -> None:
-    folders = {}
-    for name, text in (("unknown", '{"model_type": "no_such_architecture"}'), ("not_json", "{")):
-        folders[name] = tmp_path / name
-        folders[name].mkdir()
-        (folders[name] / "config.json").write_text(text)
-    given = [override.format(**folders) for override in overrides]
-    found, out, err = call(command, *job, *given, "--gpu", gpu)
-    assert (found, out.count("\n")) == (code, 1)
-    assert out.startswith(f"{command} of ")
-    assert err.startswith("error: ")
-    assert words in err
 
 
 @pytest.mark.slow
@@ -282,39 +284,6 @@ def test_a_forecast_notes_the_rows_that_were_missing(call, job: list[str]) -> No
     assert "every row counts as `data.max_length` long" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("override", ["--training.max_steps=20", "-training.max_steps=20"])
-def test_overrides_with_dashes_are_refused_with_what_to_write(call, job: list[str], override: str) -> None:
-    code, _, err = call("train", *job, override)
-    assert (code, err) == (2, f"error: `{override}`: write an override without dashes, as section.key=value\n")
-
-
-@pytest.mark.parametrize("page", ["", ".", "{folder}"])
-def test_a_folder_in_place_of_a_file_to_write_is_refused(call, job: list[str], page: str, tmp_path: Path) -> None:
-    code, _, err = call("data", *job, "--html", page.format(folder=tmp_path))
-    assert code == 4
-    assert err.endswith(" could not be written: it is a folder; name a file\n")
-
-
-@pytest.mark.parametrize("command", ["init", "fit"])
-def test_a_config_that_could_not_be_written_is_refused_before_its_forecast(
-    command: str, call, job: list[str], rows_file: Path, tmp_path: Path
-) -> None:
-    arguments = {"init": ["builtin:tiny-llama", rows_file, "--yes"], "fit": job}[command]
-    for output, why in ((tmp_path, "it is a folder"), (tmp_path / "missing" / "x", "its directory does not exist")):
-        code, out, err = call(command, *arguments, "--output", output)
-        assert (code, out, why in err) == (4, "", True)
-
-
-def test_a_config_that_is_not_utf_8_is_refused_with_the_wrong_byte(call, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_bytes(b"model:\n  name: caf\xe9\n")
-    for command in (["data", tmp_path / "job.yaml"], ["init", "--from", tmp_path / "job.yaml"]):
-        code, _, err = call(*command)
-        assert code == 2
-        assert err.startswith(f"error: {tmp_path}/job.yaml: is not UTF-8 text (byte 19 is 0xE9); ")
-    code, _, err = call("init", "--from", tmp_path / "jbo.yaml")
-    assert (code, err) == (2, f"error: {tmp_path}/jbo.yaml: no such file; did you mean `{tmp_path}/job.yaml`?\n")
-
-
 @pytest.mark.parametrize("prompt", [["--prompt=--foo.bar"], ["--prompt", "--foo.bar"]])
 def test_a_prompt_may_begin_with_dashes(call, prompt: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from finetune.inference import commands
@@ -324,63 +293,6 @@ def test_a_prompt_may_begin_with_dashes(call, prompt: list[str], monkeypatch: py
     monkeypatch.setattr(commands, "generate", lambda run, prompts, *_, **__: asked.extend(prompts))
     code, _, err = call("generate", "run", *prompt)
     assert (code, err, asked) == (0, "", ["--foo.bar"])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "code", "words"),
-    [
-        (["data.train=nowhere.jsonl"], 3, "nowhere.jsonl: no such file"),
-        (["data.train=builtin:python_dogs"], 3, "did you mean `builtin:python_docs`"),
-        (["model.name=./nowhere"], 7, "no such model directory"),
-        (["model.name=someone/nothing"], 4, "the hub cannot be reached"),
-        (["adapter.targets=[q_pro]"], 2, "did you mean `q_proj`"),
-        (["training.precision=fp16"], 4, "needs a CUDA device"),
-        (["output.dir=/proc/nowhere"], 4, "set `output.dir`"),
-    ],
-)
-def test_what_is_missing_or_wrong_has_its_exit_code_and_no_finished_run(
-    call, job: list[str], tmp_path: Path, overrides: list[str], code: int, words: str
-) -> None:
-    found, _, err = call("train", *job, *overrides)
-    assert found == code
-    assert words in err
-    assert err.startswith("error: ")
-    assert not RunDirectory(tmp_path / "run").finished
-    assert not (tmp_path / "run" / "adapter").exists()
-
-
-@pytest.mark.parametrize("command", ["merge", "eval", "report"])
-def test_a_directory_without_a_run_is_refused(call, tmp_path: Path, command: str) -> None:
-    code, _, err = call(command, tmp_path)
-    assert code == 7
-    reported(err, "not a run")
-
-
-def test_an_unknown_export_format_is_refused_with_the_nearest_name(call, trained: RunDirectory) -> None:
-    code, _, err = call("export", trained.path, "--to", "mergd")
-    assert code == 2
-    reported(err, "`mergd`", "`merged`", ", ".join(FORMATS))
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (["--type", "q3_k_m"], "llama-quantize model-f16.gguf model-q3_k_m.gguf q3_k_m"),
-        (["--type", ""], "GGUF type `` is not known; choose from f16"),
-        (["--push", "a/b/c"], "`--push a/b/c`"),
-        (["--push", ""], "`--push `"),
-        (["--to", "merged", "--type", "q4_0"], "`--type q4_0`: `merged` has no GGUF file"),
-        (["--to", "fp8", "--type", "q4_0"], "`--type q4_0`: `fp8` has no GGUF file"),
-    ],
-)
-def test_an_impossible_export_is_refused_before_any_work(
-    call, trained: RunDirectory, options: list[str], why: str
-) -> None:
-    code, _, err = call("export", trained.path, "--to", "gguf", *options)
-    assert code == 2
-    assert why in err
-    assert not (trained.path / "gguf").exists()
-    assert not (trained.path / "fp8").exists()
 
 
 @pytest.mark.slow
@@ -454,7 +366,7 @@ def test_an_ignored_optimizer_key_is_accepted_in_a_run_and_refused_in_a_config(
     run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
     ignored = {"optimizer.kind": "adafactor", "optimizer.beta1": 0.8, "optimizer.epsilon": 1e-6}
     run.config_file.write_text(dump(run.config().changed(ignored)))
-    for command, *rest in (("generate", "--prompt", "x", "--max-new-tokens", 1), ("merge",), ("eval",), ("doctor",)):
+    for command, *rest in (("generate", "--prompt", "x", "--max-new-tokens", 1), ("doctor",)):
         code, _, err = call(command, run.path, *rest)
         assert code == 0, f"{command}: {err}"
     code, _, err = call("train", run.config_file, f"output.dir={tmp_path / 'other'}")
@@ -532,24 +444,6 @@ def test_a_missing_choice_is_answered_with_the_entries_of_its_table(
     assert (code, out) == (2, "")
     assert err.startswith(f"error: choose with {option}: ")
     assert [name for name, entry in names.items() if f"{name}: {entry.help}" not in err] == []
-
-
-def test_module_and_help_start_without_torch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "finetune", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "train" in done.stdout
-    assert "merge" in done.stdout
-    assert " torch" not in done.stderr, "help must not wait for torch"
-
-
-def test_import_offers_the_functions_of_the_readme() -> None:
-    import finetune
-
-    for name in ("load_config", "inspect_data", "train", "merge", "generate", "evaluate", "compare"):
-        assert callable(getattr(finetune, name))
-    with pytest.raises(AttributeError):
-        finetune.nothing_of_the_kind  # noqa: B018
 
 
 # -- an output that nobody reads any more ------------------------------------------------------------------------------
