@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +11,11 @@ from finetune import settings
 from finetune.config import Config
 from finetune.settings import CHOICES
 
-ROOT = Path(settings.__file__).parents[1]
 FIELDS = [
     (name, key, field)
     for name, section in Config.model_fields.items()
     for key, field in section.annotation.model_fields.items()
 ]
-IDS = [f"{name}.{key}" for name, key, _ in FIELDS]
 
 
 @pytest.fixture(scope="module")
@@ -31,28 +28,21 @@ def reference() -> str:
     return settings.reference()
 
 
-def test_a_key_has_a_docstring_of_a_sentence(subtests: pytest.Subtests) -> None:
-    for section, key, field in FIELDS:
-        with subtests.test(section=section, key=key):
-            assert field.description, f"`{section}.{key}` has no docstring"
-            assert len(field.description.split()) >= 2
-            assert field.description.rstrip().endswith(".")
-
-
-def test_a_section_has_a_docstring_of_its_own(subtests: pytest.Subtests) -> None:
-    for section in Config.model_fields:
-        with subtests.test(section=section):
-            assert "__doc__" in vars(Config.model_fields[section].annotation)
-
-
-def test_a_key_stands_in_the_schema_with_its_docstring_and_default(
-    schema: dict[str, Any], subtests: pytest.Subtests
+def test_a_key_is_in_schema_and_reference_with_its_docstring_and_default(
+    schema: dict[str, Any], reference: str, subtests: pytest.Subtests
 ) -> None:
     for section, key, field in FIELDS:
         with subtests.test(section=section, key=key):
+            assert field.description, "it has no docstring"
+            assert len(field.description.split()) >= 2
+            assert field.description.rstrip().endswith(".")
             entry = schema["$defs"][Config.model_fields[section].annotation.__name__]["properties"][key]
             assert entry["description"] == field.description
             assert entry["default"] == field.default
+            part = reference.split(f"## `{section}`\n")[1].split("\n## ")[0]
+            [row] = [line for line in part.splitlines() if line.startswith(f"- `{key}: ")]
+            assert " ".join(field.description.split()) in row
+    assert all("__doc__" in vars(section.annotation) for section in Config.model_fields.values())
 
 
 @pytest.mark.parametrize(
@@ -70,15 +60,6 @@ def test_the_reference_names_what_may_stand_in_place_of_a_name(reference: str, k
     assert line.endswith(end)
 
 
-def test_the_schema_lists_the_names_of_each_table(schema: dict[str, Any], subtests: pytest.Subtests) -> None:
-    for table in CHOICES:
-        with subtests.test(table=table):
-            section, key = table.split(".")
-            entry = schema["$defs"][Config.model_fields[section].annotation.__name__]["properties"][key]
-            entry = entry.get("items", entry)
-            assert entry.get("anyOf", [entry])[0]["enum"] == list(CHOICES[table])
-
-
 def test_every_choice_field_has_its_table(schema: dict[str, Any]) -> None:
     """A field whose names come from a table that nobody collected would take any name."""
     from finetune.config.reference import _choice
@@ -91,21 +72,17 @@ def test_the_schema_forbids_unknown_keys(schema: dict[str, Any]) -> None:
     assert all(part["additionalProperties"] is False for part in schema["$defs"].values())
 
 
-def test_a_key_has_one_line_in_the_reference(reference: str, subtests: pytest.Subtests) -> None:
-    for section, key, field in FIELDS:
-        with subtests.test(section=section, key=key):
-            part = reference.split(f"## `{section}`\n")[1].split("\n## ")[0]
-            [row] = [line for line in part.splitlines() if line.startswith(f"- `{key}: ")]
-            assert " ".join(field.description.split()) in row
-
-
-def test_the_reference_explains_each_name_of_each_table(reference: str, subtests: pytest.Subtests) -> None:
-    for table in CHOICES:
+def test_schema_and_reference_have_each_name_of_each_table(
+    schema: dict[str, Any], reference: str, subtests: pytest.Subtests
+) -> None:
+    for table, names in CHOICES.items():
         with subtests.test(table=table):
-            [part] = re.findall(
-                rf"^`{table}` is one of[^\n]*:\n\n(.*?)(?:\n\n|\Z)", reference, re.DOTALL | re.MULTILINE
-            )
-            for name, entry in CHOICES[table].items():
+            section, key = table.split(".")
+            entry = schema["$defs"][Config.model_fields[section].annotation.__name__]["properties"][key]
+            entry = entry.get("items", entry)
+            assert entry.get("anyOf", [entry])[0]["enum"] == list(names)
+            [part] = re.findall(rf"^`{table}` is one of[^\n]*:\n\n(.*?)(?:\n\n|\Z)", reference, re.S | re.M)
+            for name, choice in names.items():
                 [line] = [line for line in part.splitlines() if line.startswith(f"- `{name}`: ")]
                 assert len(line.split()) >= 3
-                assert entry.help in line
+                assert choice.help in line
