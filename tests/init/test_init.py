@@ -121,37 +121,47 @@ def test_the_config_for_a_model_that_is_not_cached_says_so(call: Call, tmp_path:
     assert load_config(tmp_path / "rows.yaml").model.name == "someone/some-model"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "cure"),
-    [
-        ([], 2, "finetune init MODEL DATA"),
-        (["no/such/model", "rows.jsonl"], 7, "no such model directory"),
-        (["builtin:tiny-llama", "row.jsonl"], 3, "did you mean `rows.jsonl`?"),
-        (["builtin:tiny-llama", "odd.jsonl"], 3, "Known formats"),
-        (["builtin:tiny-llama", "empty.jsonl"], 3, "empty.jsonl has no rows"),
-    ],
-)
+QUESTIONS, LONG_NAME = ("question", "answer"), ("Frage, lang", "Antwort")
+# The fields of rows.jsonl, the arguments, the exit code, and words of the message.
+REFUSED = [
+    (QUESTIONS, [], 2, "finetune init MODEL DATA"),
+    (QUESTIONS, ["no/such/model", "rows.jsonl"], 7, "no such model directory"),
+    (QUESTIONS, ["builtin:tiny-llama", "row.jsonl"], 3, "did you mean `rows.jsonl`?"),
+    (QUESTIONS, ["builtin:tiny-llama", "empty.jsonl"], 3, "empty.jsonl has no rows"),
+    (QUESTIONS, ["xlm", "rows.jsonl"], 7, "it sees the"),
+    (("left", "right"), ["builtin:tiny-llama", "rows.jsonl"], 3, "Known formats"),
+    (("sender", "text"), ["builtin:tiny-llama", "rows.jsonl"], 3, "--columns"),
+    (LONG_NAME, [ELSEWHERE, "rows.jsonl", "--columns", "prompt"], 2, "write FIELD=COLUMN"),
+    (LONG_NAME, [ELSEWHERE, "rows.jsonl", "--columns", "prompt=Frag,completion=Antwort"], 3,
+     "did you mean `Frage, lang`?"),
+    (LONG_NAME, [ELSEWHERE, "rows.jsonl", "--columns", "promt=Frage, lang"], 2, "did you mean `prompt`?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "arguments", "code", "words"), REFUSED)
 def test_unusable_arguments_are_refused_before_anything_is_loaded(
-    call: Call, tmp_path: Path, arguments: list[str], code: int, cure: str
+    call: Call, tmp_path: Path, fields: tuple[str, str], arguments: list[str], code: int, words: str
 ) -> None:
-    write(tmp_path, 2)
-    write(tmp_path, 2, "odd.jsonl", ("left", "right"))
+    write(tmp_path, 2, fields=fields)
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "xlm").mkdir()
+    values = {"model_type": "xlm", "emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 4096}
+    (tmp_path / "xlm" / "config.json").write_text(json.dumps(values))
     found, _, err = call("init", *arguments)
     assert found == code
-    assert cure in err
+    reported(err, words)
     assert not list(tmp_path.glob("*.yaml"))
 
 
-def test_a_base_that_training_would_refuse_is_refused(call: Call, tmp_path: Path) -> None:
-    write(tmp_path, 2)
-    (tmp_path / "base").mkdir()
-    values = {"model_type": "xlm", "emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 4096}
-    (tmp_path / "base" / "config.json").write_text(json.dumps(values))
-    code, _, err = call("init", tmp_path / "base", "rows.jsonl")
-    assert code == 7
-    reported(err, "it sees the")
-    assert not list(tmp_path.glob("*.yaml"))
+@pytest.mark.parametrize(
+    ("fields", "columns"),
+    [(LONG_NAME, "prompt=Frage, lang,completion=Antwort"), (("a", "b"), "text=b"), (None, "instruction=q,output=a")],
+)
+def test_columns_may_be_named(fields: tuple[str, str] | None, columns: str, call: Call, tmp_path: Path) -> None:
+    data = write(tmp_path, 10, fields=fields) if fields else "someone/rows"  # on the hub, as they are named
+    code, _, _ = call("init", ELSEWHERE, data, "--columns", columns, "--output", "job.yaml")
+    assert code == 0
+    assert fields or load_config(tmp_path / "job.yaml").data.columns == {"instruction": "q", "output": "a"}
 
 
 class _Terminal(io.StringIO):
@@ -221,22 +231,6 @@ def test_columns_that_are_guessed_are_confirmed_or_named(
         assert call("data", "rows.yaml", f"model.name={shallow_base}")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("columns", "code", "said"),
-    [
-        ("prompt=Frage, lang,completion=Antwort", 0, ""),
-        ("prompt", 2, "write FIELD=COLUMN"),
-        ("prompt=Frag,completion=Antwort", 3, "did you mean `Frage, lang`?"),
-        ("promt=Frage, lang", 2, "did you mean `prompt`?"),
-    ],
-)
-def test_columns_may_be_named(columns: str, code: int, said: str, call: Call, tmp_path: Path) -> None:
-    write(tmp_path, 10, fields=("Frage, lang", "Antwort"))
-    found, _, err = call("init", ELSEWHERE, "rows.jsonl", "--columns", columns)
-    assert found == code
-    assert said in err
-
-
 @pytest.mark.slow
 def test_a_european_spreadsheet_becomes_a_config_that_reads_it(
     call: Call, tmp_path: Path, shallow_base: Path, subtests: pytest.Subtests
@@ -259,33 +253,16 @@ def test_a_european_spreadsheet_becomes_a_config_that_reads_it(
             assert "„0“" in out
 
 
-def test_columns_of_rows_on_the_hub_are_written_as_they_are_named(call: Call, tmp_path: Path) -> None:
-    code, _, _ = call("init", ELSEWHERE, "someone/rows", "--columns", "instruction=q,output=a", "--output", "j.yaml")
-    assert code == 0
-    assert load_config(tmp_path / "j.yaml").data.columns == {"instruction": "q", "output": "a"}
-
-
-@pytest.mark.parametrize("command", ["init", "data", "train"])
-def test_a_chat_export_is_refused_with_one_sentence(
-    command: str, call: Call, tmp_path: Path, shallow_base: Path
-) -> None:
+def test_a_chat_export_is_refused_with_one_sentence(call: Call, tmp_path: Path, shallow_base: Path) -> None:
     write(tmp_path, 10, fields=("sender", "text"))
     (tmp_path / "job.yaml").write_text(f"model: {{name: {shallow_base}}}\ndata: {{train: rows.jsonl}}\n")
-    code, _, err = call(*(["init", shallow_base, "rows.jsonl"] if command == "init" else [command, "job.yaml"]))
-    assert code == 3
-    assert err.startswith("error: rows.jsonl:1")
-    reported(err, "`sender`", "`text`")
-    assert err.count("\n") == 1
-    assert call("data", "job.yaml", "data.format=text")[0] == 0
-
-
-def test_an_unreadable_row_is_answered_with_an_option_of_init(call: Call, tmp_path: Path, shallow_base: Path) -> None:
-    for fields in [("sender", "text"), ("a", "b")]:
-        write(tmp_path, 10, fields=fields)
-        code, _, err = call("init", shallow_base, "rows.jsonl")
+    for command in (["init", shallow_base, "rows.jsonl"], ["data", "job.yaml"], ["train", "job.yaml"]):
+        code, _, err = call(*command)
         assert code == 3
-        reported(err, "--columns")
-    assert call("init", ELSEWHERE, "rows.jsonl", "--columns", "text=b", "--output", "job.yaml")[0] == 0
+        assert err.startswith("error: rows.jsonl:1")
+        reported(err, "`sender`", "`text`")
+        assert err.count("\n") == 1
+    assert call("data", "job.yaml", "data.format=text")[0] == 0
 
 
 def test_on_a_terminal_it_asks_for_what_is_missing_and_again_after_a_mistake(
@@ -322,11 +299,11 @@ def test_a_config_of_two_keys_trains_on_one_row(tmp_path: Path, shallow_base: Pa
 
 OTHER_OBJECTIVES = {
     "dpo": (
-        {"chosen": "It is.", "rejected": "No."}, "30 rows of the format pairs",
+        {"chosen": "It is.", "rejected": "No."}, "rows of the format pairs",
         "objective: dpo  # rows have a chosen and a rejected answer\n", 7.4e-5,
     ),
     "kto": (
-        {"completion": "It is.", "label": True}, "30 rows of the format unpaired",
+        {"completion": "It is."}, "rows of the format unpaired",
         "objective: kto  # rows have an answer that is labelled good or bad\n", 3.7e-5,
     ),
 }  # fmt: skip
@@ -338,7 +315,11 @@ def test_pairs_and_labelled_answers_become_a_config_for_their_objective(
     objective: str, call: Call, tmp_path: Path, shallow_base: Path, hurried: None, unfitted: None
 ) -> None:
     fields, rows, why, rate = OTHER_OBJECTIVES[objective]
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"What is {one}?", **fields} for one in range(30)])
+    rows_of = (
+        {**fields, "prompt": f"What is {one}?"} | ({"label": one % 2 == 0} if objective == "kto" else {})
+        for one in range(60)
+    )
+    write_rows(tmp_path / "rows.jsonl", rows_of)
     code, _, err = call("init", shallow_base, "rows.jsonl", "--output", "job.yaml")
     assert (code, err) == (0, "")
     text = (tmp_path / "job.yaml").read_text()
@@ -356,7 +337,7 @@ def test_pairs_and_labelled_answers_become_a_config_for_their_objective(
     short = ("training.max_steps=1", "training.batch_size=2", "training.micro_batch=2", "data.eval=none",
              "training.eval_every=null", "memory.check=off")  # fmt: skip
     code, shown, err = call("train", "job.yaml", *short)
-    assert (code, "30 rows" in shown) == (0, True)
+    assert (code, "60 rows" in shown) == (0, True)
     said = "of preferences only the chosen answer is trained; to train on both, set `training.objective: dpo`"
     answers = ("training.objective=supervised", "output.dir=answers")
     code, shown, err = call("train", "job.yaml", *short, *answers)

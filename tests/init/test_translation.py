@@ -406,7 +406,7 @@ KEYS = sorted({*other_names.NAMES, *translation.CONVERTED, *COUNTS, *translation
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=200, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=100, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(
     tool=st.sampled_from(list(TOOLS.values())), given=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6)
 )
