@@ -62,7 +62,8 @@ _SLOW = {
 
 # Those whose longest tests would keep one process busy after the others are done, were they started last.
 _FIRST = {
-    "test_gpu_bodies.py", "test_gpu_slices.py", "test_model_doctor.py", "test_notebooks.py", "test_triton_kernels.py",
+    "test_gpu_bodies.py", "test_gpu_slices.py", "test_model_doctor.py", "test_notebooks.py", "test_startup.py",
+    "test_triton_kernels.py",
 }  # fmt: skip
 assert {path.name for path in Path(__file__).parent.rglob("*")} >= _SLOW | _FIRST, "they may have been renamed"
 
