@@ -51,26 +51,22 @@ def test_a_task_of_the_batch_script_trains_each_member_and_a_sweep_compares_them
         assert [event["event"] for event in RunDirectory(run).events()].count("started") == 1
 
 
-def test_a_list_of_values_without_sweep_says_so(tmp_path: Path) -> None:
-    script = tmp_path / "job.sbatch"
-    launched = CliRunner().invoke(app, ["launch", "--on", "slurm", "--output", str(script), str(TINY), RATES])
-    assert launched.exit_code == 2
-    assert "add --sweep" in launched.output.replace("\n", " ")
-    assert not script.exists()
-
-
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("arguments", "said"),
     [
-        ("model.name=a,b", "members are trained on one base"),
-        ("optimizer.kind=adamw_8bit,sgd", "no sweep tells the rate of `sgd`"),
-        ("quantization.kind=auto adapter.rank=8,16", "set the kind that `finetune plan` names"),
+        ([RATES], "add --sweep"),
+        (["--sweep", "training.learning_rate=auto", "model.name=a,b"], "members are trained on one base"),
+        (["--sweep", "training.learning_rate=auto", "optimizer.kind=adamw_8bit,sgd"],
+         "no sweep tells the rate of `sgd`"),
+        (["--sweep", "training.learning_rate=auto", "quantization.kind=auto", "adapter.rank=8,16"],
+         "set the kind that `finetune plan` names"),
     ],
-)
-def test_a_sweep_that_would_be_refused_is_refused_before_a_file_is_written(key: str, said: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_a_sweep_that_would_be_refused_is_refused_before_a_file_is_written(
+    arguments: list[str], said: str, tmp_path: Path
+) -> None:
     script = tmp_path / "sweep.sbatch"
-    options = ["--on", "slurm", "--sweep", "--output", str(script)]
-    launched = CliRunner().invoke(app, ["launch", *options, str(TINY), *key.split(), "training.learning_rate=auto"])
+    launched = CliRunner().invoke(app, ["launch", "--on", "slurm", "--output", str(script), str(TINY), *arguments])
     assert launched.exit_code == 2
     assert said in launched.output.replace("\n", " ")
     assert not script.exists()

@@ -148,15 +148,9 @@ def test_half_is_stopped_and_the_table_says_why_and_where(killed: tuple[Path, ru
     assert [one["share"] for one in best.compared] == [0.25, 1.0]
     assert best.loss < second.loss  # type: ignore[operator]
     assert json.loads((folder / TABLE).read_text()) == table.as_dict()
-
-
-@pytest.mark.slow
-def test_the_verdict_says_what_the_intervals_of_one_seed_leave_out(
-    killed: tuple[Path, running.SweepTable],
-) -> None:
     note = "one seed was trained, so what another seed would change is not in the intervals"
-    assert killed[1].as_dict()["note"] == note
-    assert SweepView(killed[1]).values()["verdict"].endswith(f"; {note}")
+    assert table.as_dict()["note"] == note
+    assert SweepView(table).values()["verdict"].endswith(f"; {note}")
 
 
 @pytest.mark.parametrize(
@@ -294,18 +288,15 @@ def with_seeds(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> tupl
 
 
 @pytest.mark.slow
-def test_what_is_the_same_for_all_members_is_printed_once(with_seeds: tuple[SweepView, list[str]]) -> None:
+def test_what_is_the_same_for_all_members_is_printed_once_and_the_rest_by_name(
+    with_seeds: tuple[SweepView, list[str]],
+) -> None:
     _, lines = with_seeds
     assert lines[0] == "sweep  2 settings x 2 seeds"
     [rate] = [line for line in lines if "training.learning_rate: " in line]
     assert "times 0.5 for a batch of 4" in rate
     for name in ("base", "device", "data", "evaluation set", "capacity"):
         assert len([line for line in lines if line.startswith(f"{name} ")]) == 1, name
-
-
-@pytest.mark.slow
-def test_what_is_a_members_own_has_its_name(with_seeds: tuple[SweepView, list[str]]) -> None:
-    _, lines = with_seeds
     for name in ("alpha=32,seed=1", "alpha=33,seed=2"):
         assert f"{name}: trains from step 0 to 1 of 1" in lines
         [step] = [line for line in lines if line.startswith(f"{name}: step 1/1  loss ")]
