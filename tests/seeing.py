@@ -234,21 +234,13 @@ def internvl() -> tuple[Any, Any]:
 
 def mistral3() -> tuple[Any, Any]:
     """A model and its processor, which needs torchvision: one token for 8 x 8 pixels, one after each row of them."""
-    tokenizer = _tokenizer(
-        ["<s>", "</s>", "<pad>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|im_start|>", "<|im_end|>"], "</s>", "<pad>"
-    )
-    pictures = _part(
-        "image_processing_pil", "pixtral", "PixtralImageProcessorPil", size={"longest_edge": 64}, patch_size=8
-    )
+    turns = ["<s>", "</s>", "<pad>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|im_start|>", "<|im_end|>"]
+    tokenizer = _tokenizer(turns, "</s>", "<pad>")
+    sizes = {"size": {"longest_edge": 64}, "patch_size": 8}
+    pictures = _part("image_processing_pil", "pixtral", "PixtralImageProcessorPil", **sizes)
     text = {**_TEXT, "model_type": "mistral", "vocab_size": len(tokenizer), "sliding_window": None}
-    tower = {
-        **_TOWER,
-        "model_type": "pixtral",
-        "num_hidden_layers": 2,
-        "image_size": 64,
-        "patch_size": 4,
-        "head_dim": 8,
-    }
+    sizes = {"num_hidden_layers": 2, "image_size": 64, "patch_size": 4, "head_dim": 8}
+    tower = {**_TOWER, "model_type": "pixtral", **sizes}
     ids = _ids(tokenizer, image_token_index="[IMG]")
     model = _model("Mistral3", text_config=text, vision_config=tower, spatial_merge_size=2, **ids)
     template = _CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", "[IMG]")

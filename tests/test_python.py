@@ -76,12 +76,6 @@ def test_the_script_of_the_readme_learns_from_its_rows_by_its_loss_and_is_foreca
     assert focal.count is usual.count
 
 
-def test_the_script_is_short() -> None:
-    """It stands in docs/python.md, where `make docs` writes it."""
-    code = EXAMPLE.read_text().split('"""\n\n')[1]
-    assert len([line for line in code.splitlines() if line]) <= 20
-
-
 @pytest.mark.slow
 def test_the_command_line_says_that_rows_and_functions_must_be_given_again(
     example: finetune.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

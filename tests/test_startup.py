@@ -91,8 +91,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> dict[s
     ]  # fmt: skip
     process = [sys.executable, "-c", WATCHED, json.dumps(commands)]
     done = subprocess.run(process, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr  # noqa: PT018
-    assert "eval_loss" in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    metrics = folder / "run" / "metrics.jsonl"
+    assert done.returncode == 0 and "Traceback" not in done.stderr and metrics.is_file(), done.stdout + done.stderr  # noqa: PT018
+    assert "eval_loss" in metrics.read_text(encoding="utf-8")
     recorded = {name: json.loads((folder / f"{name}.json").read_text()) for name, *_ in commands}
     return {
         name: Ended(line, {*first}, {*last}, code) for name, (line, first, last, code) in recorded.items()
