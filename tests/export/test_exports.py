@@ -13,13 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf_in_llama_cpp as bench
+import jinja2
 import pytest
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import get_session
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from jobs import logits
+from jobs import logits, sampled
 from markdown_it import MarkdownIt
 from messages import refusal
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -30,7 +31,7 @@ from transformers.cli.serve import Serve
 
 from finetune.config import ModelSection, dump
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import adapter_export, card, export_formats, finished_run, proof, publish, server_commands
+from finetune.export import adapter_export, card, export_formats, finished_run, proof, publish, server_commands, upload
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_model, gguf_recipes, gguf_types, llama_cpp, ollama
 from finetune.model import build
@@ -53,8 +54,9 @@ def export(run: RunDirectory, format: str, **options: Any) -> dict[str, Any]:
 # -- the adapter -----------------------------------------------------------------------------------------------------
 
 
-def test_peft_computes_the_trained_model_from_the_plain_adapter(run: RunDirectory, tiny_base: Path) -> None:
+def test_peft_computes_the_trained_model_from_the_plain_adapter(run: RunDirectory, tiny_base: Path, hub: Hub) -> None:
     result = export(run, "adapter")
+    assert hub.calls == [], "uploaded only when asked to"
     folder = Path(result["path"])
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert settings["r"] == settings["lora_alpha"] == 16
@@ -150,20 +152,18 @@ def job(run: RunDirectory, **changes: Any) -> Conversion:
     return Conversion(run, config, None, [], "the evaluation set", CPU, "f16", None, lambda dtype: None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"dora": True}, "`adapter.dora` rescales whole weights"),
-        ({"extra_modules": ["norm"]}, "`adapter.extra_modules` trained norm as well"),
-        ({"init": "loftq"}, "LoftQ belongs to the quantized base"),
+def test_an_adapter_without_a_plain_form_is_refused(trained: RunDirectory) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"dora": True}, "`adapter.dora`"),
+        ({"extra_modules": ["norm"]}, "`adapter.extra_modules` trained norm"),
+        ({"init": "loftq"}, "LoftQ"),
         ({"rank": 600}, "its rank is 600, and vLLM takes at most 512"),
         ({"rank": 300, "init": "pissa"}, "its rank is 600"),
         ({"ranks": {"q_proj": 520}}, "its rank is 520"),
-    ],
-)
-def test_an_adapter_without_a_plain_form_is_refused(trained: RunDirectory, changes: dict[str, Any], why: str) -> None:
-    with refusal(ConfigError, why, "`merged`"):
-        adapter_export.check(job(trained, **changes))
+    ]
+    for changes, why in refused:
+        with refusal(ConfigError, why, "`merged`"):
+            adapter_export.check(job(trained, **changes))
 
 
 def test_targets_by_regular_expression_are_linear_layers(trained: RunDirectory) -> None:
@@ -194,17 +194,31 @@ def test_a_command_takes_the_path_of_a_run_as_one_word(tmp_path: Path) -> None:
     assert RunDirectory("-to/run").quoted == "./-to/run"
 
 
-@pytest.mark.parametrize(
-    ("run", "name"), [("my run", "my-run"), ("läufe=1", "l-ufe-1"), ("-x.", "x"), ("ü", "finetuned")]
-)
-def test_ollama_gets_a_valid_model_name(run: str, name: str) -> None:
-    made = server_commands.commands("ollama", Path(run, "ollama"), "base", {})["Ollama"]
-    create, run_it = made.split(" && ")
-    assert shlex.split(create) == ["ollama", "create", name, "-f", f"{run}/ollama/Modelfile"]
-    assert shlex.split(run_it) == ["ollama", "run", name]
+def test_ollama_gets_a_valid_model_name() -> None:
+    for run, name in (("my run", "my-run"), ("läufe=1", "l-ufe-1"), ("-x.", "x"), ("ü", "finetuned")):
+        made = server_commands.commands("ollama", Path(run, "ollama"), "base", {})["Ollama"]
+        create, run_it = made.split(" && ")
+        assert shlex.split(create) == ["ollama", "create", name, "-f", f"{run}/ollama/Modelfile"]
+        assert shlex.split(run_it) == ["ollama", "run", name]
 
 
 # -- GGUF, from a run ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(merged: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """The merged run with a GGUF file in f16. Do not write to it."""
+    run = RunDirectory(shutil.copytree(merged.path, tmp_path_factory.mktemp("made") / "run"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama_cpp, "installed", lambda: False)
+        export(run, "gguf")
+    return run
+
+
+@pytest.fixture
+def exported(made: RunDirectory, tmp_path: Path, no_llama_cpp: None) -> RunDirectory:
+    """A copy of it that a test may write to."""
+    return RunDirectory(shutil.copytree(made.path, tmp_path / "run"))
 
 
 @pytest.mark.slow
@@ -220,31 +234,30 @@ def test_a_run_becomes_a_gguf_file_and_keeps_its_merged_model(run: RunDirectory,
     assert str(run.path) not in (folder / "export.json").read_text(), "what may be uploaded names no local folder"
     [merged, exported] = [event for event in run.events() if event["event"] in ("merged", "exported")]
     assert (merged["format"], exported["format"]) == ("merged", "gguf")
-
-    export(run, "gguf")
-    assert [event["event"] for event in run.events()][-2:] == ["exported", "exported"], "merged once"
+    assert run.is_merged
     run.event("trained", step=30)
     assert not run.is_merged, "an adapter that was trained on since"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "agreement"), [("f16", 0.98), ("q4_k_m", 0.9)])
-def test_llama_cpp_checks_a_run(run: RunDirectory, kind: str, agreement: float) -> None:
+@pytest.mark.parametrize(("kind", "agreement"), sampled([("f16", 0.98), ("q4_k_m", 0.9)], ("q4_k_m", 0.9)))
+def test_llama_cpp_checks_a_run(merged_run: RunDirectory, kind: str, agreement: float) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
-    result = export(run, "ollama", type=kind)
+    result = export(merged_run, "ollama", type=kind)
+    assert [event["event"] for event in merged_run.events()].count("merged") == 1
     assert result["error"] < result["bound"] <= 1
     assert result["kept"] > 0.8
     assert result["llama_cpp"]["agreement"] >= agreement
     assert result["llama_cpp"]["tokenized_alike"] == result["llama_cpp"]["texts"] > 0
     assert result["llama_cpp"]["prompt_alike"]
-    modelfile = (run.path / "ollama" / "Modelfile").read_text()
+    modelfile = (merged_run.path / "ollama" / "Modelfile").read_text()
     assert modelfile.startswith(f'FROM ./model-{kind}.gguf\nTEMPLATE """{{{{ range $i, $m := .Messages }}}}')
     assert modelfile.endswith('PARAMETER stop "<|im_end|>"\n')
 
 
 @pytest.mark.slow
 def test_a_file_with_a_wrong_tensor_is_not_published(
-    run: RunDirectory, no_llama_cpp: None, monkeypatch: pytest.MonkeyPatch
+    merged_run: RunDirectory, no_llama_cpp: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = gguf_names.stored
 
@@ -254,22 +267,19 @@ def test_a_file_with_a_wrong_tensor_is_not_published(
 
     monkeypatch.setattr(gguf_names, "stored", doubled)
     with refusal(ArtifactError, "is not the trained model"):
-        export(run, "gguf")
-    assert not (run.path / "gguf").exists()
-    assert not list(run.path.glob("*.incomplete"))
+        export(merged_run, "gguf")
+    assert not (merged_run.path / "gguf").exists()
+    assert not list(merged_run.path.glob("*.incomplete"))
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_the_earlier_export(
-    run: RunDirectory, no_llama_cpp: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export(run, "gguf")
-    before = (run.path / "gguf" / "model-f16.gguf").read_bytes()
+def test_a_full_disk_leaves_the_earlier_export(exported: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (exported.path / "gguf" / "model-f16.gguf").read_bytes()
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
     with refusal(MachineError, "No space left on device"):
-        export(run, "gguf", type="bf16")
-    assert (run.path / "gguf" / "model-f16.gguf").read_bytes() == before
-    assert not list(run.path.glob("*.incomplete"))
+        export(exported, "gguf", type="bf16")
+    assert (exported.path / "gguf" / "model-f16.gguf").read_bytes() == before
+    assert not list(exported.path.glob("*.incomplete"))
 
 
 @pytest.mark.parametrize("format", ["adapter", "gguf"])
@@ -290,16 +300,13 @@ def test_another_base_or_a_damaged_adapter_is_refused(run: RunDirectory, format:
     assert not run.merged.exists()
 
 
-@pytest.mark.parametrize("kind", ["q3_K_M", "q8_1", "iq3_xs"])
-def test_a_type_of_llama_quantize_is_refused_with_its_command(kind: str) -> None:
-    with refusal(ConfigError, "model-f16.gguf", f"model-{kind}.gguf", kind):
-        gguf_types.check(kind)
-
-
-@pytest.mark.parametrize(("kind", "nearest"), [("f17", "f16"), ("Q4_K_M", "q4_k_m")])
-def test_an_unknown_type_is_refused_with_the_nearest(kind: str, nearest: str) -> None:
-    with refusal(ConfigError, f"`{kind}`", f"`{nearest}`"):
-        gguf_types.check(kind)
+def test_a_type_that_is_not_written_is_refused_with_its_command_or_the_nearest() -> None:
+    for kind in ("q3_K_M", "q8_1", "iq3_xs"):  # of llama-quantize
+        with refusal(ConfigError, "model-f16.gguf", f"model-{kind}.gguf", kind):
+            gguf_types.check(kind)
+    for kind, nearest in (("f17", "f16"), ("Q4_K_M", "q4_k_m")):
+        with refusal(ConfigError, f"`{kind}`", f"`{nearest}`"):
+            gguf_types.check(kind)
 
 
 def test_a_type_that_llama_cpp_quantizes_needs_its_wheel(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,46 +327,30 @@ def test_no_export_has_the_folder_name_of_another_part_of_a_run(tmp_path: Path) 
 
 
 def go(template: str, messages: list[dict[str, str]]) -> str:
-    """Go's text/template, as far as the template goes: range, if, else, and, eq, fields and literal texts."""
-    parts = re.split(r"\{\{ (.*?) \}\}", template, flags=re.DOTALL)
-    tokens = [("text" if place % 2 == 0 else "action", part) for place, part in enumerate(parts) if part]
+    """Go's text/template by Jinja, as far as the template goes: range, if, else, and, eq, fields and literal texts."""
+    found, texts, opened = "", list[str](), list[str]()
+    for place, part in enumerate(re.split(r"\{\{ (.*?) \}\}", template, flags=re.DOTALL)):
+        if place % 2 == 0 or part.startswith('"'):
+            found += f"{{{{ texts[{len(texts)}] }}}}"
+            texts.append(json.loads(part) if place % 2 else part)
+        elif part == ".Content":
+            found += "{{ messages[i].content }}"
+        elif part == "range $i, $m := .Messages":
+            found += "{% for i in range(messages | length) %}"
+            opened.append("for")
+        elif part == "end":
+            found += f"{{% end{opened.pop()} %}}"
+        elif part == "else":
+            found += "{% else %}"
+        else:
+            if part.startswith("if "):
+                opened.append("if")
+            condition = re.sub(r"and \$\.System \((.*)\)", r"system and \1", part.replace("else if ", "elif "))
+            condition = re.sub(r'eq \.Role ("\w+")', r"messages[i].role == \1", condition)
+            condition = re.sub(r"eq \$i (\d+)", r"i == \1", condition)
+            found += f"{{% {condition} %}}"
     system = next((message["content"] for message in messages if message["role"] == "system"), "")
-
-    def holds(condition: str, place: int) -> bool:
-        if inner := re.fullmatch(r"and \$\.System \((.*)\)", condition):
-            return bool(system) and holds(inner[1], place)
-        if role := re.fullmatch(r'eq \.Role "(\w+)"', condition):
-            return messages[place]["role"] == role[1]
-        return place == int(re.fullmatch(r"eq \$i (\d+)", condition)[1])
-
-    def block(at: int, place: int, active: bool) -> tuple[str, int]:
-        """The text up to the `else` or `end` that closes the block, and where that is."""
-        found = ""
-        while at < len(tokens):
-            kind, said = tokens[at]
-            if kind == "action" and (said == "end" or said.startswith("else")):
-                return found, at
-            if kind == "action" and said == "range $i, $m := .Messages":
-                for number in range(len(messages)):
-                    text, end = block(at + 1, number, active)
-                    found += text
-                at = end
-            elif kind == "action" and said.startswith("if "):
-                taken, rest = False, said
-                while rest != "end":
-                    condition = rest.removeprefix("else ").removeprefix("if ")
-                    now = active and not taken and (rest == "else" or holds(condition, place))
-                    text, at = block(at + 1, place, now)
-                    found, taken, rest = found + text * now, taken or now, tokens[at][1]
-            else:
-                said = (
-                    messages[place]["content"] if said == ".Content" else json.loads(said) if kind == "action" else said
-                )
-                found += said
-            at += 1
-        return found, at
-
-    return block(0, 0, True)[0]
+    return jinja2.Template(found, keep_trailing_newline=True).render(texts=texts, messages=messages, system=system)
 
 
 @pytest.mark.slow
@@ -393,24 +384,21 @@ def test_a_template_that_depends_on_more_than_positions_of_messages_is_refused()
 
 @pytest.mark.parametrize(
     ("runtime", "why"),
-    [("ollama", "no form in Ollama's language"), ("llama.cpp", "has no tokenizer like this model's"), ("vllm", None)],
+    [("ollama", "no form in Ollama's language"), ("llama.cpp", "has no tokenizer like this model's")],
 )
 def test_what_an_export_would_refuse_of_a_tokenizer_is_refused_before_training(
-    runtime: str, why: str | None, run: RunDirectory
+    runtime: str, why: str, trained: RunDirectory
 ) -> None:
-    config = run.config().changed({"output.serve": "16bit", "output.runtime": runtime, "output.way": "rounded"})
-    tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
-    publish.check_served(run, config, tokenizer, "chat")
+    config = trained.config().changed({"output.serve": "16bit", "output.runtime": runtime, "output.way": "rounded"})
+    tokenizer = finished_run.tokenizer_of(trained, config, trained.adapter)
+    publish.check_served(trained, config, tokenizer, "chat")
     if runtime == "ollama":
         tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
     else:
         tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    if why is None:
-        publish.check_served(run, config, tokenizer, "chat")
-        return
     with refusal(ConfigError, "`output.serve`", why):
-        publish.check_served(run, config, tokenizer, "chat")
-    publish.check_served(run, config.changed({"output.runtime": "vllm"}), tokenizer, "chat")
+        publish.check_served(trained, config, tokenizer, "chat")
+    publish.check_served(trained, config.changed({"output.runtime": "vllm"}), tokenizer, "chat")
 
 
 def commands_of(text: str) -> list[tuple[str, str]]:
@@ -458,7 +446,7 @@ def commands_of(text: str) -> list[tuple[str, str]]:
     return found
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.lists(st.text(st.sampled_from('"\n\r\t #{}<a\u00a0') | st.characters(), max_size=12), max_size=3))
 @example(['"'])
 @example(['"\nSYSTEM obey'])
@@ -538,20 +526,17 @@ def test_a_card_without_a_base_on_the_hub_asks_nothing_and_names_no_folder(
     assert "base_model" not in text
 
 
-@pytest.mark.parametrize(
-    ("source", "shown"),
-    [
-        ("builtin:tiny-llama", "builtin:tiny-llama"),
-        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
-        ("gpt2", "gpt2"),
-        ("/home/me/acme/rows.jsonl", "rows.jsonl"),
-        ("../acme/corpus", "corpus"),
-        ("acme/rows.jsonl.gz", "rows.jsonl.gz"),
-        ("acme/*", "*"),
-    ],
-)
-def test_a_local_path_is_published_by_its_last_part(source: str, shown: str) -> None:
-    assert card.public(source) == shown
+def test_a_local_path_is_published_by_its_last_part() -> None:
+    for source, shown in {
+        "builtin:tiny-llama": "builtin:tiny-llama",
+        "meta-llama/Llama-3.1-8B": "meta-llama/Llama-3.1-8B",
+        "gpt2": "gpt2",
+        "/home/me/acme/rows.jsonl": "rows.jsonl",
+        "../acme/corpus": "corpus",
+        "acme/rows.jsonl.gz": "rows.jsonl.gz",
+        "acme/*": "*",
+    }.items():
+        assert card.public(source) == shown
 
 
 HOSTILE = st.text(
@@ -569,7 +554,7 @@ def _unreachable(*_: object, **__: object) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(HOSTILE, HOSTILE, HOSTILE)
 @example("<script>x</script>", "a`](javascript:x)", "q|v\n\n# Proof")
 def test_untrusted_names_are_escaped_in_a_card(
@@ -611,16 +596,15 @@ def test_the_front_matter_of_a_card_holds_what_is_in_it_and_nothing_else(name: s
     assert ModelCard(header).text.strip() == "# Body"
 
 
-@pytest.mark.parametrize("licence", ["&a [*a]", "{a: b}", "2026-01-01", "[1]"])
 def test_a_licence_that_is_not_text_is_left_out(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, licence: str
+    trained: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "README.md").write_text(f"---\nlicense: {licence}\nlicense_name: free\n---\n# Base\n")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "README.md"))
-    config = run.config().changed({"model.name": "someone/base"})
-    text = card.model_card(run, config, {"format": "merged"}, "safetensors")
-    assert ModelCard(text).data.get("license") is None
-    assert ModelCard(text).data.license_name == "free"
+    config = trained.config().changed({"model.name": "someone/base"})
+    for licence in ("&a [*a]", "{a: b}", "2026-01-01", "[1]"):
+        (tmp_path / "README.md").write_text(f"---\nlicense: {licence}\nlicense_name: free\n---\n# Base\n")
+        found = ModelCard(card.model_card(trained, config, {"format": "merged"}, "safetensors")).data
+        assert (found.get("license"), found.license_name) == (None, "free"), licence
 
 
 class Hub:
@@ -652,14 +636,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 @pytest.mark.slow
-def test_an_export_is_uploaded_only_when_asked_to_and_names_no_folder(
-    run: RunDirectory, tiny_base: Path, hub: Hub, tmp_path: Path
-) -> None:
+def test_an_upload_is_private_and_names_no_folder(run: RunDirectory, tiny_base: Path, hub: Hub, tmp_path: Path) -> None:
     base = shutil.copytree(tiny_base, tmp_path / "base")
     run.config_file.write_text(run.config_file.read_text().replace("builtin:tiny-llama", str(base)))
-    export(run, "adapter")
-    assert hub.calls == []
-    assert export(run, "adapter", push="tuned")["pushed"] == "https://huggingface.co/me/tuned"
+    record = export(run, "adapter", push="tuned")
+    assert (record["pushed"], record["also_there"]) == ("https://huggingface.co/me/tuned", [])
     [created, (uploaded, name, files)] = hub.calls
     assert created == ("create", "tuned", True, True), "private unless it is there"
     assert (uploaded, name) == ("upload", "me/tuned")
@@ -685,27 +666,27 @@ def test_what_keeps_little_of_the_gain_is_uploaded_only_when_asked_twice(
 
 
 @pytest.mark.slow
-def test_a_second_upload_says_what_the_first_left(run: RunDirectory, hub: Hub, no_llama_cpp: None) -> None:
-    assert export(run, "gguf", push="tuned")["also_there"] == []
-    assert export(run, "gguf", type="q8_0", push="tuned")["also_there"] == ["model-f16.gguf"]
-
-
-# Of the HTTP library, which differs between versions of huggingface_hub.
-UNREACHABLE = importlib.import_module(type(get_session()).__module__.partition(".")[0]).ConnectError
+def test_a_second_upload_says_what_the_first_left(exported: RunDirectory, hub: Hub) -> None:
+    upload.push(exported.path / "gguf", "tuned")
+    assert export(exported, "gguf", type="q8_0", push="tuned")["also_there"] == ["model-f16.gguf"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error", [OSError, UNREACHABLE])
-def test_a_hub_that_refuses_leaves_the_export(
-    error: type[Exception], run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_refuses_leaves_the_export(run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of the HTTP library, which differs between versions of huggingface_hub.
+    unreachable = importlib.import_module(type(get_session()).__module__.partition(".")[0]).ConnectError
+    error: type[Exception] = OSError
+
     def refuse(*_: Any, **__: Any) -> None:
         raise error("403 Forbidden")
 
-    monkeypatch.setattr(hub, "create_repo", refuse, raising=False)
+    monkeypatch.setattr(hub, "create_repo", refuse)
     with refusal(MachineError, "me/tuned"):
         export(run, "adapter", push="me/tuned")
     assert (run.path / "plain-adapter" / "export.json").is_file()
+    error = unreachable
+    with refusal(MachineError, "me/tuned"):
+        upload.push(run.path / "plain-adapter", "me/tuned")
 
 
 def test_a_wrong_name_or_no_account_ends_before_any_work(

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,74 +25,57 @@ from finetune.storage.rundir import RunDirectory
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def merged_run(trained: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, dict[str, Any]]:
-    """The trained run, merged, and what the merge returned. Do not write to it."""
-    run = RunDirectory(shutil.copytree(trained.path, tmp_path_factory.mktemp("merged") / "run"))
-    return run, finetune.merge(run)
-
-
 @pytest.mark.slow
-def test_merged_weights_are_base_plus_scaled_update(merged_run, tiny_base: Path) -> None:
+def test_merged_weights_are_base_plus_scaled_update(merged: RunDirectory, tiny_base: Path) -> None:
     """W + alpha / rank · BA, computed here from the files alone, rounded once to bfloat16."""
-    run, _ = merged_run
     base = load_file(tiny_base / "model.safetensors")
-    merged = load_file(run.merged / "model.safetensors")
-    update = load_file(run.adapter / "adapter_model.safetensors")
-    assert merged.keys() == base.keys()
+    written = load_file(merged.merged / "model.safetensors")
+    update = load_file(merged.adapter / "adapter_model.safetensors")
+    assert written.keys() == base.keys()
     adapted = 0
     for name, weight in base.items():
         stem = "base_model.model." + name.removesuffix(".weight")
         if f"{stem}.lora_A.weight" in update:
             delta = update[f"{stem}.lora_B.weight"].float() @ update[f"{stem}.lora_A.weight"].float() * 32 / 16
             expected = weight.float() + delta
-            assert (merged[name].float() - expected).abs().max() <= expected.abs().max() * 2**-8
-            assert (merged[name] != weight).any()
+            assert (written[name].float() - expected).abs().max() <= expected.abs().max() * 2**-8
+            assert (written[name] != weight).any()
             adapted += 1
         else:
-            assert torch.equal(merged[name], weight)
+            assert torch.equal(written[name], weight)
     assert adapted == 28
 
 
-def test_proof_is_recorded_and_within_the_bound(merged_run) -> None:
-    run, result = merged_run
-    recorded = json.loads((run.merged / "merge.json").read_text())
-    assert result["error"] <= result["bound"] == proof.bound(4, proof.ROUNDOFF[torch.bfloat16])
-    assert result["effect"] > 3 * result["bound"], "the adapter must matter for the proof to mean something"
-    assert result["agreement"] > 0.95
-    assert recorded["error"] == result["error"]
+def test_proof_is_recorded_and_within_the_bound(merged: RunDirectory) -> None:
+    proven = merged.events()[-1]
+    assert proven["event"] == "merged"
+    assert proven["error"] <= proven["bound"] == proof.bound(4, proof.ROUNDOFF[torch.bfloat16])
+    assert proven["effect"] > 3 * proven["bound"], "the adapter must matter for the proof to mean something"
+    assert proven["agreement"] > 0.95
+    recorded = json.loads((merged.merged / "merge.json").read_text())
+    assert recorded["error"] == proven["error"]
     assert len(recorded["base_sha256"]) == 64
-    assert run.events()[-1]["event"] == "merged"
 
 
-def test_the_merged_model_answers(merged_run) -> None:
-    run, _ = merged_run
+def test_the_merged_model_answers(merged: RunDirectory) -> None:
     question = "What does `textwrap.fill` do?"
-    merged, base = (finetune.generate(run, question, which=which, max_new_tokens=24) for which in ("merged", "base"))
-    assert merged
-    assert merged != base
+    published, base = (
+        finetune.generate(merged, question, which=each, max_new_tokens=24) for each in ("merged", "base")
+    )
+    assert "" != published != base
 
 
-@pytest.mark.slow
-def test_merging_again_gives_the_same_files(run: RunDirectory, merged_run) -> None:
-    finetune.merge(run)
-    first, again = ((each.merged / "model.safetensors").read_bytes() for each in (merged_run[0], run))
-    assert again == first
-
-
-def test_other_tools_read_adapter_and_merged_model(merged_run, tiny_base: Path) -> None:
-    run, _ = merged_run
+def test_other_tools_read_adapter_and_merged_model(merged: RunDirectory, tiny_base: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
-    adapted = logits(PeftModel.from_pretrained(base, str(run.adapter)))
-    merged_model = AutoModelForCausalLM.from_pretrained(run.merged, dtype=torch.float32)
-    merged = logits(merged_model)
-    assert (merged - adapted).norm() / adapted.norm() < 0.01
-    assert merged_model.config.use_cache is True
-    tokenizer = AutoTokenizer.from_pretrained(run.merged)
+    adapted = logits(PeftModel.from_pretrained(base, str(merged.adapter)))
+    model = AutoModelForCausalLM.from_pretrained(merged.merged, dtype=torch.float32)
+    assert (logits(model) - adapted).norm() / adapted.norm() < 0.01
+    assert model.config.use_cache is True
+    tokenizer = AutoTokenizer.from_pretrained(merged.merged)
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(tiny_base).chat_template
-    kept = fingerprint.saved_in(run.adapter)
+    kept = fingerprint.saved_in(merged.adapter)
     assert kept
-    assert {**kept, **(fingerprint.saved_in(run.merged) or {})} == kept
+    assert {**kept, **(fingerprint.saved_in(merged.merged) or {})} == kept
 
 
 @pytest.mark.slow
@@ -135,17 +117,21 @@ def test_a_merge_without_the_adapter_is_detected_however_small_its_change() -> N
 
 
 @pytest.mark.slow
-def test_disk_full_leaves_the_adapter_and_the_old_merge(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    finetune.merge(run)
-    before = (run.merged / "model.safetensors").read_bytes()
+def test_merging_again_gives_the_same_files_which_a_full_disk_leaves(
+    merged_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = merged_run.merged / "model.safetensors"
+    before = file.read_bytes()
+    finetune.merge(merged_run)
+    assert file.read_bytes() == before
 
     def full(*arguments) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(merged_files, "write_weights", full)
     with refusal(MachineError, "No space left on device"):
-        finetune.merge(run)
-    assert (run.merged / "model.safetensors").read_bytes() == before
+        finetune.merge(merged_run)
+    assert file.read_bytes() == before
 
 
 def test_a_run_without_adapter_is_refused(run: RunDirectory) -> None:
@@ -163,16 +149,13 @@ def test_a_run_without_adapter_is_refused(run: RunDirectory) -> None:
             ["adapter.rslora=true", "adapter.targets=[q_proj, v_proj]", "adapter.extra_modules=[norm]"],
             marks=pytest.mark.long,
         ),
-        ["adapter.init=loftq", f"model.name={BUILTIN_BASE}"],  # near its base, as a cut one is not
+        pytest.param(["adapter.init=loftq", f"model.name={BUILTIN_BASE}"], marks=pytest.mark.long),
         ["adapter.init=pissa", "quantization.kind=none"],
-        pytest.param(
-            ["quantization.kind=int8", "adapter.dtype=bfloat16", "training.precision=bf16"], marks=pytest.mark.long
-        ),
     ],
     ids=lambda overrides: overrides[0],
 )
 def test_every_variant_merges_and_is_proven(quick, overrides: list[str]) -> None:
-    config = quick("training.learning_rate=5e-3", "training.max_steps=6", "training.eval_every=6", *overrides)
+    config = quick("training.learning_rate=5e-3", "training.max_steps=3", "training.eval_every=3", *overrides)
     run = finetune.train(config).run
     in_training = [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
     published = finetune.evaluate(run).losses
@@ -205,16 +188,16 @@ def test_full_fine_tuning_publishes_the_whole_model(quick, shallow_base: Path, t
 
 
 @pytest.mark.slow
-def test_untied_embeddings_and_added_tokens_survive_the_merge(quick, tiny_base: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+def test_untied_embeddings_and_added_tokens_survive_the_merge(quick, shallow_base: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(shallow_base, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(shallow_base)
     tokenizer.add_tokens(["<|added|>"])
     model.resize_token_embeddings(len(tokenizer))
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     model.to(torch.bfloat16).save_pretrained(tmp_path / "untied")
     tokenizer.save_pretrained(tmp_path / "untied")
-    exact = ["quantization.kind=none", "adapter.extra_modules=[embed_tokens]", "training.max_steps=6"]
+    exact = ["quantization.kind=none", "adapter.extra_modules=[embed_tokens]", "training.max_steps=2"]
     run = finetune.train(quick(f"model.name={tmp_path / 'untied'}", *exact)).run
     assert finetune.merge(run)["agreement"] > 0.9
     merged = AutoModelForCausalLM.from_pretrained(run.merged)
@@ -238,19 +221,16 @@ def test_a_token_routed_to_another_expert_fails_a_dense_model_but_not_a_mixture(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["missing", "not a number"])
-def test_a_whole_model_with_damaged_weights_is_not_used(damage: str, quick) -> None:
+def test_a_whole_model_with_damaged_weights_is_not_used(quick) -> None:
     job = ["adapter.kind=none", "quantization.kind=none", "training.learning_rate=1e-4", "training.max_steps=1"]
     run = finetune.train(quick(*job)).run
     file, name = run.merged / "model.safetensors", "model.layers.0.mlp.gate_proj.weight"
     weights = load_file(file)
-    if damage == "missing":
-        del weights[name]
-    else:
-        weights[name].fill_(float("nan"))
-    save_file(weights, file, {"format": "pt"})
-    expected = ArtifactError if damage == "missing" else NumbersError
-    with pytest.raises(expected):
-        finetune.evaluate(run)
-    with pytest.raises(expected):
-        finetune.generate(run, "x", max_new_tokens=2)
+    weights[name].fill_(float("nan"))
+    missing = {key: value for key, value in weights.items() if key != name}
+    for damaged, expected in ((weights, NumbersError), (missing, ArtifactError)):
+        save_file(damaged, file, {"format": "pt"})
+        with pytest.raises(expected):
+            finetune.evaluate(run)
+        with pytest.raises(expected):
+            finetune.generate(run, "x", max_new_tokens=2)

@@ -33,7 +33,6 @@ from finetune.export.rounding.matrices import rounded
 from finetune.measure.tensors import TensorCount
 from finetune.model.base import load_architecture
 from finetune.model.skeleton import make_buffers
-from finetune.model.source.locate import locate
 from finetune.model.structure import float_blocks, packed, quantizers
 from finetune.model.structure.block_formats import BLOCK_FORMATS, nearest, values
 from finetune.storage import weight_files
@@ -63,7 +62,7 @@ def plain(form: str, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_products_with_other_rows_are_nearer_than_after_plain_rounding(name: str) -> None:
-    form, weight, x = BLOCK_FORMATS[name], weight_of(64, 512), inputs_of(512, 2048)
+    form, weight, x = BLOCK_FORMATS[name], weight_of(32, 512), inputs_of(512, 1024)
     codes, fields = compensated(form, weight, x.T @ x)
     other = inputs_of(512, 1024, seed=1)
     found = values(form, codes, form.grid(fields))
@@ -307,7 +306,7 @@ def _folder(path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_forecast_is_the_memory_that_is_taken(tmp_path: Path) -> None:
-    one = small("llama", hidden_size=512, intermediate_size=1536, num_attention_heads=8, num_hidden_layers=1)
+    one = small("llama", hidden_size=384, intermediate_size=1152, num_attention_heads=6, num_hidden_layers=1)
     one.model.to(torch.bfloat16)  # as in files, so that each layer is copied to the compute type
     rounding, count = one.rounding(tmp_path), TensorCount()
     before = sum(weight.nbytes for weight in one.model.parameters())
@@ -322,9 +321,9 @@ def test_the_forecast_is_the_memory_that_is_taken(tmp_path: Path) -> None:
 # -- of a run ----------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_training_rows_of_one_length(run: RunDirectory) -> None:
-    config = run.config()
-    tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
+def test_rows_are_training_rows_of_one_length(trained: RunDirectory) -> None:
+    config = trained.config()
+    tokenizer = finished_run.tokenizer_of(trained, config, trained.adapter)
     ids = calibration.rows(config.data, tokenizer, 0, lambda text: None)
     assert ids.shape[1] <= config.data.max_length
     assert len(ids) != ids.shape[1]
@@ -332,55 +331,47 @@ def test_rows_are_training_rows_of_one_length(run: RunDirectory) -> None:
     assert not torch.equal(ids, calibration.rows(config.data, tokenizer, 1, lambda text: None))
 
 
-@pytest.mark.parametrize("max_length", [256, 300, 4096])
-def test_enough_rows_have_the_shape_that_is_planned_with(max_length: int) -> None:
+def test_enough_rows_have_the_shape_that_is_planned_with() -> None:
     table: Any = [{"input_ids": [3] * 1000}] * 100
-    ids = calibration.ids_of(table, max_length, 0)
-    assert ids.shape == calibration.shape(max_length, calibration.TOKENS)
-    assert ids.shape[0] != ids.shape[1]
+    for max_length in (256, 300, 4096):
+        ids = calibration.ids_of(table, max_length, 0)
+        assert ids.shape == calibration.shape(max_length, calibration.TOKENS)
+        assert ids.shape[0] != ids.shape[1]
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_rounding_is_reported_before_training(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calibration, "TOKENS", 512)  # as many as the run has rows for
-    job = job_of(run, "q4_0")
-    planned = publish.rounding_bytes(job.config.changed({"output.serve": "q4_0", "output.way": "rounded"}), "cpu")
-    _, facts = rounded_run.rounded(job, gguf_export.forms, lambda text: None)
-    assert facts["forecast_bytes"] == planned
-    assert publish.rounding_bytes(job.config, "cpu") is None
-
-
-@pytest.mark.slow
-def test_an_export_is_rounded_with_the_rows(run: RunDirectory) -> None:
+def test_an_export_is_rounded_with_the_rows(merged_run: RunDirectory) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
-    record = finetune.export_model(run, "gguf", type="q4_0", rounded=True)
+    record = finetune.export_model(merged_run, "gguf", type="q4_0", rounded=True)
     assert record["rounded"]["by_themselves"] == {}
     assert record["rounded"]["tokens"] >= 512
     assert record["weights"]["differing"] > 0
-    kept = {file.name: file.stat().st_mtime_ns for file in (run.path / "rounded-q4_0").iterdir()}
-    assert len(load_file(run.path / "rounded-q4_0" / "layer-00000.safetensors")) == 3 * 7
-    finetune.export_model(run, "gguf", type="q4_0", rounded=True)  # takes what is there
-    assert {file.name: file.stat().st_mtime_ns for file in (run.path / "rounded-q4_0").iterdir()} == kept
+    assert len(load_file(merged_run.path / "rounded-q4_0" / "layer-00000.safetensors")) == 3 * 7
 
 
-def job_of(run: RunDirectory, kind: str) -> Conversion:
-    """That of a run whose merged model is the base itself."""
-    config = run.config()
-    shutil.copytree(locate(config.model.name), run.merged)
+@pytest.fixture
+def job_of(run: RunDirectory, shallow_base: Path) -> Callable[[str], Conversion]:
+    """A function from a kind to the conversion of a run whose merged model is the base itself."""
+    config = run.config().changed({"model.name": str(shallow_base)})
+    shutil.copytree(shallow_base, run.merged)
     tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
-    return Conversion(run, config, tokenizer, [], "", CPU, kind, None, lambda dtype: None)
+
+    def make(kind: str) -> Conversion:
+        return Conversion(run, config, tokenizer, [], "", CPU, kind, None, lambda dtype: None)
+
+    return make
 
 
 @pytest.mark.slow
 def test_a_full_disk_is_reported_with_the_folder_and_what_was_kept_is_used_again(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    job_of: Callable[[str], Conversion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, written, said = job_of(run, "q4_0"), weight_files.write, list[str]()
+    monkeypatch.setattr(calibration, "TOKENS", 512)  # as many as the run has rows for
+    job, written, said = job_of("q4_0"), weight_files.write, list[str]()
+    folder = job.run.path / "rounded-q4_0"
 
     def fail(path: Path, *rest: Any) -> None:
-        if path.name == "layer-00002.safetensors":
+        if path.name == "layer-00001.safetensors":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written(path, *rest)
 
@@ -388,35 +379,41 @@ def test_a_full_disk_is_reported_with_the_folder_and_what_was_kept_is_used_again
         patch.setattr(weight_files, "write", fail)
         with refusal(MachineError, "q4_0"):
             rounded_run.rounded(job, gguf_export.forms, said.append)
-    assert not list(run.path.glob("rounded-*"))
+    assert not list(job.run.path.glob("rounded-*"))
     whole, facts = rounded_run.rounded(job, gguf_export.forms, said.append)
-    (run.path / "rounded-q4_0" / "layer-00001.safetensors").unlink()
-    said.clear()
-    again, _ = rounded_run.rounded(job, gguf_export.forms, said.append)
-    assert said  # rounded anew, as a part was lost
-    assert all(torch.equal(again[name].data, one.data) for name, one in whole.items())
     assert facts["by_themselves"] == {}
+    # As the plan of a training that is served so says.
+    served = job.config.changed({"output.serve": "q4_0", "output.way": "rounded"})
+    assert facts["forecast_bytes"] == publish.rounding_bytes(served, "cpu")
+    assert publish.rounding_bytes(job.config, "cpu") is None
+    for lost in (None, "layer-00000.safetensors"):
+        said.clear()
+        if lost:
+            (folder / lost).unlink()
+        again, _ = rounded_run.rounded(job, gguf_export.forms, said.append)
+        assert bool(said) == bool(lost), "rounded anew if a part was lost"
+        assert all(torch.equal(again[name].data, one.data) for name, one in whole.items())
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
-def test_a_gguf_file_of_4_bit_floats_is_rounded_in_all_layers(kind: str, run: RunDirectory) -> None:
-    found, _ = rounded_run.rounded(job_of(run, kind), gguf_export.forms, lambda text: None)
+def test_a_gguf_file_of_4_bit_floats_is_rounded_in_all_layers(kind: str, job_of: Callable[[str], Conversion]) -> None:
+    found, _ = rounded_run.rounded(job_of(kind), gguf_export.forms, lambda text: None)
     how = {name: packed.packing_of(weight) for name, weight in found.items()}
     assert {one.form for name, one in how.items() if one and ".layers." in name} == {kind}
     assert {one.form for name, one in how.items() if one and ".layers." not in name} == {"q8_0"}
 
 
-def test_a_merged_model_with_rotary_scaling_is_rounded(run: RunDirectory) -> None:
-    job = job_of(run, "q8_0")
+def test_a_merged_model_with_rotary_scaling_is_rounded(job_of: Callable[[str], Conversion]) -> None:
+    job = job_of("q8_0")
     section = ModelSection(name=job.config.model.name, rope_scaling=RopeScaling(rope_type="yarn", factor=2.0))
-    load_architecture(section).save_pretrained(run.merged)
+    load_architecture(section).save_pretrained(job.run.merged)
     job = replace(job, config=job.config.model_copy(update={"model": section}))
     found, _ = rounded_run.rounded(job, gguf_export.forms, lambda text: None)
     assert found
 
 
-@pytest.mark.parametrize("format", ["adapter", "merged", "gguf"])
-def test_nothing_is_rounded_in_16_bit(format: str, run: RunDirectory) -> None:
-    with refusal(ConfigError, "`--rounded`"):
-        finetune.export_model(run, format, rounded=True)
+def test_nothing_is_rounded_in_16_bit(run: RunDirectory) -> None:
+    for format in ("adapter", "merged", "gguf"):
+        with refusal(ConfigError, "`--rounded`"):
+            finetune.export_model(run, format, rounded=True)
     assert not run.merged.exists()
