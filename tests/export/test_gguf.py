@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 import finetune
 from finetune.data.examples import Chat
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import proof
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export, gguf_model, gguf_recipes, gguf_types, gguf_vocabulary, llama_cpp
 from finetune.model.source import catalog, chat_template, gguf_families, gguf_names
@@ -57,7 +56,7 @@ def make(name: str, folder: Path, steps: int) -> Made:
     return Made(tokenizer, config, model, folder)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2.5", "gemma2"])
+@pytest.fixture(scope="module", params=sampled(["llama", "qwen2.5", "gemma2"], "llama"))
 def trained_shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make(request.param, tmp_path_factory.mktemp("model"), steps=60)
 
@@ -87,19 +86,6 @@ def test_llama_cpp_gives_the_models_answers(trained_shape: Made, kind: str, agre
     assert found["same_top"] >= agreement
     assert found["strings_alike"] == 150
     assert found["conversations_alike"] == found["conversations"] >= 2
-
-
-def readable(name: str) -> bool:
-    fields = bench.SHAPES[name].fields
-    return "text_config" not in fields and gguf_families.FAMILIES[fields["model_type"]].readable
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(filter(readable, bench.SHAPES.keys() - {"llama", "qwen2.5", "gemma2"})))
-def test_every_family_that_transformers_knows_is_read_by_it(name: str, tmp_path: Path) -> None:
-    made = make(name, tmp_path / "model", steps=0)
-    read = gguf_export.load(made.export(tmp_path / "model.gguf"), made.config, torch.float32, CPU)
-    assert relative_error(read, made.model) < proof.bound(made.config.num_hidden_layers, 2**-12)
 
 
 @torch.no_grad()
@@ -134,7 +120,7 @@ def made_of(name: str, folder: Path, kind: str = "f16", **room: Any) -> Conversi
 @pytest.mark.parametrize(
     "name",
     sampled(
-        sorted(bench.SHAPES.keys() - {"llama", "llama2", "qwen2.5", "gemma2"}), "gemma3", "gemma4 mixture", "gpt-oss",
+        sorted(bench.SHAPES.keys() - {"llama", "qwen2.5", "gemma2"}), "gemma3", "gemma4 mixture", "gpt-oss",
         "phi4", "qwen3", "qwen3.5, which also sees",
     ),
 )  # fmt: skip
@@ -223,10 +209,11 @@ def test_a_recipe_gives_some_layers_more_bits(kind: str, part: str, layers: int,
 
 
 def test_a_recipe_gives_the_output_more_bits(llama: Made) -> None:
-    for tied, names in ((True, ["Q6_K", "Q6_K"]), (False, ["Q4_K", "Q6_K"])):
-        config = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=tied)
-        found = [gguf_recipes.type_of(f"{name}.weight", "q4_k_m", config).name for name in ("token_embd", "output")]
-        assert found == names
+    for kind, main in (("q4_0", "Q4_0"), ("q4_k_m", "Q4_K"), ("iq4_xs", "IQ4_XS")):
+        for tied, names in ((True, ["Q6_K", "Q6_K"]), (False, [main, "Q6_K"])):
+            config = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=tied)
+            found = [gguf_recipes.type_of(f"{name}.weight", kind, config).name for name in ("token_embd", "output")]
+            assert found == names, (kind, tied)
     assert gguf_model._type("output.weight", [8, 64], "q4_k_m", llama.config).name == "Q8_0"
     assert gguf_model._type("blk.0.ffn_up.weight", [8, 64], "q5_k_m", llama.config).name == "Q5_1"
     assert gguf_model._type("blk.0.ffn_up.weight", [8, 40], "q4_k_m", llama.config).name == "F16"
@@ -299,6 +286,7 @@ def test_a_setting_that_llama_cpp_lacks_is_refused(name: str, changes: dict[str,
         ("gpt-oss", "model.layers.1.self_attn.o_proj", "blk.1.attn_output"),
         ("qwen3.5", "model.layers.0.linear_attn.out_proj", None),
         ("qwen3 mixture", "model.layers.0.mlp.experts.gate_up_proj", None),
+        ("llama", "model.layers.0.input_layernorm", None),  # llama.cpp skips adapters on norms
     ],
 )
 def test_a_lora_is_written_under_llama_cpp_s_names_or_refused(
@@ -395,16 +383,16 @@ def test_tokens_beyond_the_embeddings_are_refused(llama: Made, tmp_path: Path) -
         llama.export(tmp_path / "a.gguf")
 
 
-@pytest.mark.parametrize("name", sorted(chat_template.TEMPLATES.keys() - {"auto"}))
-def test_a_template_renders_alike_without_its_generation_marks(name: str) -> None:
+def test_a_template_renders_alike_without_its_generation_marks() -> None:
     tokenizer = bench.llama3()
-    text = chat_template.named(name)
-    rendered = []
-    for template in (text, chat_template.without_generation_marks(text)):
-        tokenizer.chat_template = template
-        rendered.append(chat_template.text(tokenizer, bench.conversations()[1], prompt=True)[0])
-    assert "generation %}" not in chat_template.without_generation_marks(text)
-    assert rendered[0] == rendered[1]
+    for name in chat_template.TEMPLATES.keys() - {"auto"}:
+        text = chat_template.named(name)
+        rendered = []
+        for template in (text, chat_template.without_generation_marks(text)):
+            tokenizer.chat_template = template
+            rendered.append(chat_template.text(tokenizer, bench.conversations()[1], prompt=True)[0])
+        assert "generation %}" not in chat_template.without_generation_marks(text)
+        assert rendered[0] == rendered[1], name
 
 
 # -- the check before a file is published ----------------------------------------------------------------------------
@@ -507,7 +495,7 @@ def test_a_base_in_its_published_form_becomes_gguf_once_it_is_merged(
     made = make(name, tmp_path / "base", steps=0)
     bench.write(shake(made.model), made.tokenizer, made.folder)
     publish(made.folder, form)
-    job = [f"model.name={made.folder}", "training.max_steps=2", "data.eval=none", "output.merge=true"]
+    job = [f"model.name={made.folder}", "training.max_steps=1", "data.eval=none", "output.merge=true"]
     run = finetune.train(quick(*job)).run
     assert run.config().quantization.kind == form
     code, out, err = call("export", run.path, "--to", "gguf")

@@ -10,7 +10,7 @@ from typing import Any
 import every_architecture
 import pytest
 import torch
-from jobs import BF16, logits, save_base
+from jobs import BF16, logits, sampled, save_base
 from messages import refusal
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -25,44 +25,19 @@ from finetune.model.adapters import adapter, adapter_files
 from finetune.report.terminal import Terminal
 from finetune.storage import weight_files
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "head_dim": 8,
-}  # fmt: skip
-_DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-_SHARED = {
-    "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2,
-}  # fmt: skip
-_VISION = {
-    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
-    "num_position_embeddings": 16,
-}  # fmt: skip
-COMPOSITE: dict[str, dict[str, Any]] = {
-    "qwen3_5": {"text_config": {**_SIZES, **_DELTA}, "vision_config": _VISION},
-    "qwen3_5_moe": {"text_config": {**_SIZES, **_DELTA, **_SHARED}, "vision_config": _VISION},
-}
-DENSE_LAYERS = {
-    "n_routed_experts": 4, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
-    "topk_group": 1, "num_experts_per_tok": 2,
-}  # fmt: skip
+COMPOSITE = ("qwen3_5", "qwen3_5_moe")
 JOB = ["quantization.kind=none", "training.precision=fp32", "training.learning_rate=5e-3", "data.eval=none"]
 
 
 def base_at(folder: Path, name: str, tiny_base: Path) -> Path:
     """A base with the built-in one's tokenizer; a composite one as it is published, with its vision tower."""
     torch.manual_seed(0)
-    values = COMPOSITE.get(name, {**_SIZES, **(DENSE_LAYERS if name == "glm4_moe" else {})})
     made = AutoModelForImageTextToText if name in COMPOSITE else AutoModelForCausalLM
-    model = made.from_config(AutoConfig.for_model(name, **values), dtype=torch.float32)
-    return save_base(model, folder, tiny_base)
+    return save_base(made.from_config(every_architecture.config(name), dtype=torch.float32), folder, tiny_base)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*COMPOSITE, "glm4_moe"])
+@pytest.mark.parametrize("name", sampled([*COMPOSITE, "glm4_moe"], "qwen3_5_moe", "glm4_moe"))
 def test_servers_find_every_layer_and_peft_reads_the_run(
     name: str, quick: Any, tmp_path: Path, tiny_base: Path
 ) -> None:
@@ -100,8 +75,12 @@ _WHOLE = ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3", "llama4", "q
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "published"), [*((name, "today") for name in _WHOLE), ("gemma3", "earlier"), ("mistral3", "earlier")]
-)
+    ("name", "published"),
+    sampled(
+        [*((name, "today") for name in _WHOLE), ("gemma3", "earlier"), ("mistral3", "earlier")],
+        ("qwen3_5_moe", "today"), ("llama4", "today"), ("mistral3", "earlier"),
+    ),
+)  # fmt: skip
 def test_the_exported_adapter_is_found_in_the_whole_of_a_composite_checkpoint(
     name: str, published: str, tmp_path: Path
 ) -> None:
@@ -149,6 +128,8 @@ def test_an_adapter_that_a_server_would_ignore_is_refused() -> None:
     trained = [f"model.layers.{layer}.mlp.up_proj" for layer in range(2)]
     with refusal(ConfigError, "`model.layers.0.mlp.up_proj`"):
         server_names.served(trained, files, "qwen3_5")
+    with refusal(ConfigError, "of the 1 layers that this adapter is on, a server"):
+        server_names.served(["model.layers.0.mlp.experts"], ["model.layers.1.mlp.experts.down_proj"], "gpt_oss")
 
 
 def test_a_prefix_that_files_lack_is_kept_and_a_layer_without_a_weight_in_the_files_is_refused(tmp_path: Path) -> None:

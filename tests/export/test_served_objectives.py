@@ -40,9 +40,7 @@ def row(objective: str, number: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("objective", "way"),
-    sampled(
-        [(objective, way) for objective in TRAINED for way in WAYS], ("kto", "adapter"), ("distillation", "rounded")
-    ),
+    sampled([(objective, way) for objective in TRAINED for way in WAYS], ("distillation", "rounded")),
 )
 def test_a_run_is_exported_as_it_is_served(
     objective: str, way: str, quick: Callable[..., Config], tmp_path: Path

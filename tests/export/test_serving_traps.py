@@ -20,7 +20,7 @@ from finetune.config import serving
 from finetune.data.encoded import IGNORE
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, proof, server_commands
-from finetune.export.gguf import gguf_model, gguf_packed, gguf_recipes
+from finetune.export.gguf import gguf_model, gguf_packed
 from finetune.model import bounds
 from finetune.model.source import chat_template
 from finetune.model.structure.packed import exact, pack
@@ -163,18 +163,19 @@ def test_a_mixture_in_fp8_is_served_merged(model: Path) -> None:  # trap 10: vll
     assert config.output.way == "adapter"
 
 
-@pytest.mark.parametrize("kind", ["q4_0", "nvfp4"])
-def test_no_projection_is_left_in_16_bit(kind: str, model: Path, tmp_path: Path) -> None:  # trap 7: unsloth#3948
-    written = {one.name: one.tensor_type.name for one in GGUFReader(gguf_file(model, kind, {})).tensors}
+def test_no_projection_is_left_in_16_bit(model: Path, tmp_path: Path) -> None:  # trap 7: unsloth#3948
+    written = {one.name: one.tensor_type.name for one in GGUFReader(gguf_file(model, "nvfp4", {})).tensors}
     matrices = {name: stored for name, stored in written.items() if "blk." in name and "norm" not in name}
-    assert {stored for name, stored in matrices.items() if not name.endswith(".scale")} == {kind.upper()}
-    if kind == "nvfp4":
-        config, folder = AutoConfig.from_pretrained(model), tmp_path / "compressed"
-        folder.mkdir()
-        compressed_export.write(model, folder, config, kind, compressed_export.RoundedWeights(model, config, kind))
-        names = load_file(folder / "model.safetensors").keys()
-        assert {name.split(".")[-2] for name in names if name.endswith("weight_packed")} == set(PROJECTIONS)
-        assert not any(name.endswith("_proj.weight") for name in names)
+    assert {stored for name, stored in matrices.items() if not name.endswith(".scale")} == {"NVFP4"}
+    config, folder = AutoConfig.from_pretrained(model), tmp_path / "compressed"
+    folder.mkdir()
+    compressed_export.write(model, folder, config, "nvfp4", compressed_export.RoundedWeights(model, config, "nvfp4"))
+    files, merged = (load_file(each / "model.safetensors") for each in (folder, model))
+    assert {name.split(".")[-2] for name in files if name.endswith("weight_packed")} == set(PROJECTIONS)
+    assert not any(name.endswith("_proj.weight") for name in files)
+    # Trap 9: the factor of compressed-tensors divides.
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert files[f"{name}_global_scale"] == 448 * 6 / merged[name].float().abs().max()
 
 
 def test_small_weights_keep_their_values_in_nvfp4(tmp_path: Path) -> None:  # trap 8: llama.cpp#22858
@@ -191,39 +192,6 @@ def test_small_weights_keep_their_values_in_nvfp4(tmp_path: Path) -> None:  # tr
     assert error(values * factor()) < 0.1
 
 
-def test_the_factor_of_compressed_tensors_divides(model: Path, tmp_path: Path) -> None:  # trap 9
-    config = AutoConfig.from_pretrained(model)
-    compressed_export.write(model, tmp_path, config, "nvfp4", compressed_export.RoundedWeights(model, config, "nvfp4"))
-    written, merged = (load_file(folder / "model.safetensors") for folder in (tmp_path, model))
-    name = "model.layers.0.self_attn.o_proj.weight"
-    largest = merged[name].float().abs().max()
-    assert written[f"{name}_global_scale"] == 448 * 6 / largest
-
-
-def test_an_adapter_that_a_server_ignores_is_not_published() -> None:  # trap 11: vllm#41754
-    generator = torch.Generator().manual_seed(0)
-    base = torch.randn(256, 64, generator=generator)
-    trained = base + 0.1 * torch.randn(256, 64, generator=generator)
-    ignored = proof.compare([logits(base)], [logits(trained)], [logits(base)], bound=1.0)
-    assert not ignored.holds
-
-
 def test_the_command_for_vllm_asks_for_no_larger_rank_than_needed() -> None:  # trap 12: vllm#14435
     record = {"rank": 17, "gguf": None}
     assert "--max-lora-rank 32 " in server_commands.commands("adapter", Path("runs/a/b"), "base", record)["vLLM"]
-
-
-def test_no_adapter_is_on_a_norm_which_llama_cpp_skips(model: Path, tmp_path: Path) -> None:  # trap 13
-    config, ones = AutoConfig.from_pretrained(model), (torch.ones(2, 64), torch.ones(64, 2))
-    gguf_model.write_lora(config, {"model.layers.0.self_attn.q_proj": ones}, 2, tmp_path / "adapter.gguf")
-    names = [one.name for one in GGUFReader(tmp_path / "adapter.gguf").tensors]
-    assert names == ["blk.0.attn_q.weight.lora_a", "blk.0.attn_q.weight.lora_b"]
-    with refusal(ConfigError, "llama.cpp", "LoRA", "`model.layers.0.input_layernorm`"):
-        gguf_model.write_lora(config, {"model.layers.0.input_layernorm": ones}, 2, tmp_path / "norm.gguf")
-
-
-@pytest.mark.parametrize(("kind", "main"), [("q4_0", "Q4_0"), ("q4_k_m", "Q4_K"), ("iq4_xs", "IQ4_XS")])
-def test_embeddings_are_not_left_in_16_bit(kind: str, main: str) -> None:  # trap 14: Gemma 3's own Q4_0
-    config = bench.architecture(bench.SHAPES["gemma3"], 600)
-    for config.tie_word_embeddings, expected in ((True, "Q6_K"), (False, main)):
-        assert gguf_recipes.type_of("token_embd.weight", kind, config).name == expected
