@@ -13,7 +13,7 @@ import seeing
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from seeing_jobs import SeeingRun, config, example, plain_inputs
+from seeing_jobs import SeeingRun, plain_inputs
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 import finetune
@@ -159,10 +159,10 @@ def test_no_gguf_file_is_begun(form: str, seeing_run: SeeingRun, tmp_path: Path,
     assert not any(folder.exists() for folder in (run.merged, run.path / form))
 
 
-def test_the_bound_on_pixels_goes_with_the_merged_model(tmp_path: Path) -> None:
-    seeing.base(tmp_path / "base", "qwen3_vl")
-    seeing.rows(tmp_path, [example(tmp_path, number) for number in range(3)])
-    run = finetune.train(config(tmp_path, **{"data.image_pixels": 512})).run
+@pytest.mark.parametrize("seeing_run", ["qwen3_vl"], indirect=True)
+def test_the_bound_on_pixels_goes_with_the_merged_model(seeing_run: SeeingRun, tmp_path: Path) -> None:
+    run = seeing_run.copied(tmp_path)
+    run.config_file.write_text(dump(run.config().changed({"data.image_pixels": 512})))
     finetune.merge(run, terminal=QUIET)
     assert AutoImageProcessor.from_pretrained(run.merged).size["longest_edge"] == 512
-    assert AutoImageProcessor.from_pretrained(tmp_path / "base").size["longest_edge"] == 64 * 64
+    assert AutoImageProcessor.from_pretrained(seeing_run.folder / "base").size["longest_edge"] == 64 * 64

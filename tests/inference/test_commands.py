@@ -287,7 +287,7 @@ def test_the_help_lists_every_command(opened: jobs.Ready) -> None:
 
 @pytest.mark.slow
 def test_the_system_message_that_all_rows_share_is_recorded_and_asked_with(
-    quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    quick, trained: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def rows(*systems: str) -> str:
         turns = [
@@ -299,11 +299,11 @@ def test_the_system_message_that_all_rows_share_is_recorded_and_asked_with(
         return f"data.train={file}"
 
     few = ["training.max_steps=1", "data.eval=none", "training.eval_every=null"]
-    shared, several, none = (
+    shared, several = (
         finetune.train(quick(*few, rows(*systems), run=f"run{len(systems)}")).run
-        for systems in (("Be brief.", "Be brief."), ("Be brief.", "Be long.", ""), ())
+        for systems in (("Be brief.", "Be brief."), ("Be brief.", "Be long.", ""))
     )
-    assert [jobs.system_of(run, None) for run in (shared, several, none)] == ["Be brief.", "", ""]
+    assert [jobs.system_of(run, None) for run in (shared, several, trained)] == ["Be brief.", "", ""]
     assert [jobs.system_of(shared, given) for given in ("Rhyme.", "")] == ["Rhyme.", ""]
     asked: list[Any] = []
 

@@ -43,7 +43,10 @@ def log_probs(model: Any, ids: list[int], labels: list[int]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reference", sampled(["in_step", "cached"], "cached"))
-def test_a_run_of_dpo_is_measured_on_held_out_pairs_as_by_whole_logits(job: Any, reference: str) -> None:
+def test_a_run_of_dpo_is_measured_on_held_out_pairs_as_by_whole_logits(
+    job: Any, call: Any, reference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_answers, "_QUESTIONS", 3)
     config = job("training.objective=dpo", f"preference.reference={reference}", "output.merge=true")
     finetune.train(config)
     run = RunDirectory(config.output.dir)
@@ -69,6 +72,19 @@ def test_a_run_of_dpo_is_measured_on_held_out_pairs_as_by_whole_logits(job: Any,
     assert values["the longer answer is the chosen one"]["adapter"] > 0.8
     assert "loss" not in values
     assert any("The base is the reference" in note for note in record["notes"])
+
+    # One model alone is measured against the base as well.
+    alone = finetune.evaluate(run, models=["adapter"]).record
+    [margin] = [one for one in alone["measures"] if one["name"] == "reward margin"]
+    assert margin["models"]["adapter"]["value"] == pytest.approx(values["reward margin"]["adapter"])
+    assert not any("The base is the reference" in note for note in alone["notes"])
+    asked = ["--model", "adapter", "--metric", "exact_match", "--max-new-tokens", 4, "--limit", 2]
+    code, out, _ = call("eval", run.path, *asked)
+    assert (code, "accuracy" in out, "exact_match" in out) == (0, True, True)
+    # Sample questions are answered by the chosen one.
+    assert len(run.answers()) == 3
+    assert all(row["reference"].startswith("yes") and row["before"] is not None for row in run.answers())
+    assert {each.reference.split()[0] for each in questions(config.data, tokenizer)} == {"yes"}
 
 
 @pytest.mark.slow
@@ -101,22 +117,8 @@ def test_a_run_of_kto_is_measured_on_held_out_answers_as_by_whole_logits(job: An
 
 
 @pytest.mark.slow
-def test_a_model_alone_is_measured_against_the_base_as_well(job: Any, call: Any) -> None:
-    config = job("training.objective=dpo", "training.max_steps=2")
-    finetune.train(config)
-    alone = finetune.evaluate(config.output.dir, models=["adapter"]).record
-    [margin] = [one for one in alone["measures"] if one["name"] == "reward margin"]
-    assert margin["models"]["adapter"]["value"] > 0
-    assert not any("The base is the reference" in note for note in alone["notes"])
-    code, out, _ = call("eval", config.output.dir, "--metric", "exact_match", "--max-new-tokens", 4, "--limit", 2)
-    assert code == 0
-    assert "accuracy" in out
-    assert "exact_match" in out
-
-
-@pytest.mark.slow
 def test_the_base_of_an_objective_without_a_reference_has_an_accuracy(job: Any) -> None:
-    config = job("training.objective=simpo", "training.max_steps=2")
+    config = job("training.objective=simpo", "training.max_steps=1")
     finetune.train(config)
     measures = {one["name"]: one for one in finetune.evaluate(config.output.dir).record["measures"]}
     assert measures["rewards chosen"]["models"]["base"]["value"] < 0
@@ -128,16 +130,3 @@ def test_where_the_reference_is_not_the_base_the_trained_tokens_are_measured_as_
     config = job("training.objective=dpo", "adapter.init=pissa", "training.max_steps=1")
     finetune.train(config)
     assert [one["name"] for one in finetune.evaluate(config.output.dir).record["measures"]] == ["loss", "perplexity"]
-
-
-@pytest.mark.slow
-def test_sample_questions_of_pairs_are_answered_by_the_chosen_one(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_answers, "_QUESTIONS", 3)
-    config = job("training.objective=dpo", "training.max_steps=1")
-    finetune.train(config)
-    run = RunDirectory(config.output.dir)
-    answers = run.answers()
-    assert len(answers) == 3
-    assert all(row["reference"].startswith("yes") and row["before"] is not None for row in answers)
-    _, tokenizer = model_of(run, config, "base")
-    assert {each.reference.split()[0] for each in questions(config.data, tokenizer)} == {"yes"}
