@@ -1,6 +1,6 @@
-"""What people get wrong in pairs and in configs for them: each mistake ends the command with its place and a cure.
+"""What people get wrong in pairs and in configs for them: each mistake ends training with its place and a cure.
 
-The command is the real one, up to the point where it would load weights.
+The job is a real one, up to the point where it would load weights.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from typing import Any
 import pytest
 from jobs import TINY
 
+import finetune
+from finetune.data.problems import LIMIT, BadRows
+from finetune.errors import ConfigError, DataError
+from finetune.settings import load_config
+
 ASK = {"role": "user", "content": "Why?"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("Because.", "No."))
 PAIR = {"prompt": "Why? ", "chosen": "Because.", "rejected": "No."}
 HELD = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
 
 DATA: list[tuple[str, Any, str, str]] = [
-    # (what is wrong, the second row of the file, its field or place, the cure)
+    # (what is wrong, the row, its field or place, the cure)
     ("no rejected answer", {"prompt": "Why?", "chosen": "So."}, "`rejected` is missing", "`data.columns`"),
     ("other names", {"prompt": "Why?", "preferred": "So.", "other": "No."}, "`chosen` is missing", "`data.columns`"),
     ("one answer", {"prompt": "Why?", "completion": "So."}, "`chosen` is missing", "`training.objective: supervised`"),
@@ -54,15 +59,15 @@ DATA: list[tuple[str, Any, str, str]] = [
     ("scores as words", {**PAIR, "score_chosen": "good", "score_rejected": "bad"}, "`score_chosen`", "a number"),
     ("images", {**PAIR, "images": ["a.png"]}, "`images`", "remove the row"),
     ("a list as a row", ["Why?", "Because.", "No."], "a row must be", "a JSON object in braces"),
-    ("a row cut off", '{"prompt": "Why?", "chosen": "So.",', "2:36: not valid JSON", "property name"),
+    ("a row cut off", '{"prompt": "Why?", "chosen": "So.",', ":36: not valid JSON", "property name"),
 ]  # fmt: skip
 
-ROWS: list[tuple[str, list[dict[str, Any]], str]] = [
-    ("equal answers", [{**PAIR, "rejected": PAIR["chosen"]}], "1 equal answers"),
-    ("empty answers", [{**PAIR, "rejected": " "}], "1 empty answer"),
-    ("equal scores", [{**PAIR, "score_chosen": 1, "score_rejected": 1.0}], "1 equal scores of both answers"),
-    ("answers exchanged", [{**PAIR, "score_chosen": "2", "score_rejected": "8"}], "1 higher score of the rejected"),
-    ("long answers", [{**PAIR, "chosen": "yes " * 400}], "1 over data.max_length"),
+DROPPED: list[tuple[dict[str, Any], str]] = [
+    ({**PAIR, "rejected": PAIR["chosen"]}, "1 equal answers"),
+    ({**PAIR, "rejected": " "}, "1 empty answer"),
+    ({**PAIR, "score_chosen": 1, "score_rejected": 1.0}, "1 equal scores of both answers"),
+    ({**PAIR, "score_chosen": "2", "score_rejected": "8"}, "1 higher score of the rejected"),
+    ({**PAIR, "chosen": "yes " * 400}, "1 over data.max_length"),
 ]
 
 CONFIGS: list[tuple[list[str], int, str, str]] = [
@@ -106,12 +111,10 @@ CONFIGS: list[tuple[list[str], int, str, str]] = [
     (["preferences.beta=0.1"], 2, "`preferences`", "did you mean `preference`?"),
 ]  # fmt: skip
 
-Call = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def refusal(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any], list[str]], tuple]:
-    """The exit code and message of `finetune train` on rows; loading weights fails the test."""
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Trains on rows; loading weights fails the test."""
 
     def loaded(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
@@ -119,45 +122,42 @@ def refusal(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     monkeypatch.setattr("finetune.model.build.load_base", loaded)
     monkeypatch.chdir(tmp_path)
 
-    def run(rows: list[Any], overrides: list[str]) -> tuple[int, str]:
+    def run(rows: list[Any], *overrides: str) -> None:
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         Path("pairs.jsonl").write_text("\n".join(lines) + "\n")
         job = ["data.train=pairs.jsonl", "data.eval=none", "training.eval_every=null", "output.merge=false"]
-        code, _, said = call("train", TINY, *job, "training.objective=dpo", "memory.check=off", *overrides)
-        assert said.startswith("error: ")
-        assert not Path("runs").exists()
-        return code, said
+        finetune.train(load_config(TINY, [*job, "training.objective=dpo", "memory.check=off", *overrides]))
 
     return run
 
 
-@pytest.mark.slow
-def test_wrong_pairs_are_refused_with_line_field_and_cure(refusal: Any, subtests: pytest.Subtests) -> None:
-    for what, row, place, cure in DATA:
-        with subtests.test(what=what):
-            code, said = refusal([PAIR, row], [])
-            assert code == 3
-            assert "pairs.jsonl:2" in said
-            assert place in said
-            assert cure in said
+def lacking(message: str, *parts: str) -> list[str]:
+    assert not Path("runs").exists()
+    return [part for part in parts if part not in message]
 
 
 @pytest.mark.slow
-def test_pairs_that_teach_nothing_are_refused_with_the_reason(refusal: Any, subtests: pytest.Subtests) -> None:
-    for what, rows, reason in ROWS:
-        with subtests.test(what=what):
-            code, said = refusal(rows, [])
-            assert code == 3
-            assert "(pairs.jsonl) leaves nothing to train: 1 rows dropped" in said
-            assert reason in said
+def test_wrong_pairs_are_refused_with_line_field_and_cure(train: Any) -> None:
+    for start in range(0, len(DATA), LIMIT - 1):
+        cases = DATA[start : start + LIMIT - 1]
+        with pytest.raises(BadRows) as caught:
+            train([PAIR, *(row for _, row, _, _ in cases)])
+        for line, (said, (what, _, *parts)) in enumerate(zip(caught.value.problems, cases, strict=True), 2):
+            assert lacking(said, f"pairs.jsonl:{line}", *parts) == [], (what, said)
 
 
 @pytest.mark.slow
-def test_wrong_configs_for_pairs_are_refused_with_key_and_cure(refusal: Any, subtests: pytest.Subtests) -> None:
+def test_pairs_that_teach_nothing_are_refused_with_the_reason(train: Any) -> None:
+    rows, reasons = zip(*DROPPED, strict=True)
+    with pytest.raises(DataError) as caught:
+        train(rows)
+    assert lacking(str(caught.value), "(pairs.jsonl) leaves nothing to train: 5 rows dropped", *reasons) == []
+
+
+@pytest.mark.slow
+def test_wrong_configs_for_pairs_are_refused_with_key_and_cure(train: Any) -> None:
     rows = [{**PAIR, "prompt": f"Why {number}? "} for number in range(8)]
-    for overrides, expected, key, cure in CONFIGS:
-        with subtests.test(overrides=overrides):
-            code, said = refusal(rows, overrides)
-            assert code == expected
-            assert key in said
-            assert cure in said
+    for overrides, exit_code, *parts in CONFIGS:
+        with pytest.raises((ConfigError, DataError)) as caught:
+            train(rows, *overrides)
+        assert (caught.value.exit_code, lacking(str(caught.value), *parts)) == (exit_code, []), overrides
