@@ -5,14 +5,16 @@ Each word of a row stands in it once, so that the trained text says by itself wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trl
+from jobs import sampled
 from transformers.utils import chat_template_utils
 
 from finetune.config import DataSection, ModelSection
@@ -29,8 +31,6 @@ CONTROL = re.compile(r"<\|[A-Za-z_]+\|?>|<[a-z_]+\|>|<｜[^<>]+｜>|<(?:start|en
 def tokenizer_of(name: str) -> Any:
     """The built-in tokenizer with a published template and the control tokens in its source."""
     file = PUBLISHED / f"{name}.jinja"
-    if not file.is_file():
-        pytest.skip(f"this version of trl has no {file.name}")
     tokenizer = load_tokenizer(ModelSection(), DataSection(chat_template=str(file)))
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(CONTROL.findall(file.read_text("utf-8"))))})
@@ -183,218 +183,165 @@ def check_trained(row: dict[str, Any], tokenizer: Any) -> None:
     assert not words(tokenizer.decode(segment.input_ids[end + 1 :]))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_row_is_trained_as_its_person_wrote_it_or_refused_with_the_reason(
-    name: str, subtests: pytest.Subtests
-) -> None:
-    tokenizer, refused = tokenizer_of(name), REFUSED.get(name, {})
+# One of those that treat these rows alike, and of each way to write calls and thoughts.
+OFTEN = [
+    "deepseek_r1_distill", "gemma", "gemma4_v3", "gemma4_v5", "glm4moe", "gptoss", "idefics3", "lfm2", "llama3",
+    "llama3_1", "muse_glimmer", "nemotron_3_nano", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_8",
+]  # fmt: skip
+
+
+def templates(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test; older versions of trl have fewer."""
+    found = sorted(names)
+    return sampled(found, *(name for name in found if name.removesuffix("_training") in OFTEN))
+
+
+def encode(row: dict[str, Any], tokenizer: Any) -> Any:
+    return chat.encode(FORMATS["messages"].read(row), tokenizer)
+
+
+def check(kinds: Iterable[str], name: str, tokenizer: Any, subtests: pytest.Subtests) -> None:
+    refused = REFUSED.get(name, {})
     # transformers 5.17 passes a thought under its own name alone, and these templates read another.
     renames = hasattr(chat_template_utils, "_REASONING_FIELDS") or "reasoning_content" in tokenizer.chat_template
-    for kind, row in KINDS.items():
+    for kind in kinds:
         with subtests.test(kind=kind):
-            if "reasoning_content" in str(row) and "thinking" in tokenizer.chat_template and not renames:
+            if "reasoning_content" in str(KINDS[kind]) and "thinking" in tokenizer.chat_template and not renames:
                 pytest.skip("this version of transformers does not rename thoughts")
             if kind in refused:
                 with pytest.raises(RowError, match=refused[kind]):
-                    chat.encode(FORMATS["messages"].read(row), tokenizer)
+                    encode(KINDS[kind], tokenizer)
             else:
-                check_trained(row, tokenizer)
+                check_trained(KINDS[kind], tokenizer)
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", templates(MARKED))
 def test_marks_train_no_word_of_another_and_nothing_that_the_prompt_writes(
     name: str, subtests: pytest.Subtests
 ) -> None:
-    tokenizer, refused = tokenizer_of(name), REFUSED.get(name.removesuffix("_training"), {})
-    for kind in ("plain", "turns", "call", "parallel", "content", "last call"):
-        with subtests.test(kind=kind):
-            if kind in refused:
-                with pytest.raises(RowError, match=refused[kind]):
-                    chat.encode(FORMATS["messages"].read(KINDS[kind]), tokenizer)
-            else:
-                check_trained(KINDS[kind], tokenizer)
+    kinds = ("plain", "turns", "call", "parallel", "content", "last call")
+    check(kinds, name.removesuffix("_training"), tokenizer_of(name), subtests)
+
+
+@contextlib.contextmanager
+def beginning(tokenizer: Any, change: str) -> Iterator[None]:
+    """The tokenizer's template with a change of its variables before it."""
+    own = tokenizer.chat_template
+    tokenizer.chat_template = change + own
+    try:
+        yield
+    finally:
+        tokenizer.chat_template = own
+
+
+def with_message(turn: int, changed: str) -> str:
+    """What replaces the message of this index."""
+    return f"{{%- set messages = messages[:{turn}] + [{changed}] + messages[{turn + 1}:] -%}}"
 
 
 # What a template may make of a message's content: nothing, or all but a word.
 LOSSES = ("''", "messages[{0}].content.replace('first', '').replace('alpha', '')")
 
 
-@pytest.mark.parametrize(
-    "name", sorted({*NAMES} - {"idefics3", "llava_next", "smolvlm"})
-)  # whose contents are lists of parts
-def test_a_rendering_without_a_word_of_the_row_is_refused(name: str, subtests: pytest.Subtests) -> None:
-    tokenizer = tokenizer_of(name)
-    own = tokenizer.chat_template
-    try:
-        for content, turn, loss_on in itertools.product(LOSSES, (0, 1), ("assistant", "all")):
-            with subtests.test(content=content, turn=turn, loss_on=loss_on):
-                lossy = f"[dict(messages[{turn}], content={content.format(turn)})]"
-                tokenizer.chat_template = (
-                    f"{{%- set messages = messages[:{turn}] + {lossy} + messages[{turn + 1}:] -%}}" + own
-                )
-                with pytest.raises(RowError, match=rf"does not render `messages\[{turn}\]\.content`"):
-                    chat.encode(Chat([ASKED, ANSWERED]), tokenizer, loss_on)  # type: ignore[arg-type]
-    finally:
-        tokenizer.chat_template = own
+def check_losses(tokenizer: Any) -> None:
+    """A rendering without a word of the row is refused."""
+    for content, turn, loss_on in (
+        (LOSSES[0], 0, "assistant"), (LOSSES[0], 1, "all"), (LOSSES[1], 0, "all"), (LOSSES[1], 1, "assistant")
+    ):  # fmt: skip
+        lossy = f"dict(messages[{turn}], content={content.format(turn)})"
+        with (
+            beginning(tokenizer, with_message(turn, lossy)),
+            pytest.raises(RowError, match=rf"does not render `messages\[{turn}\]\.content`"),
+        ):
+            chat.encode(Chat([ASKED, ANSWERED]), tokenizer, loss_on)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("change", "lost"),
-    [
-        ("dict(messages[1], tool_calls=messages[1].tool_calls[:1])", r"messages\[1\]\.tool_calls\[1\]"),
-        ("dict(messages[1], tool_calls=[], content='x')", r"messages\[1\]\.tool_calls"),
-        (
-            "dict(messages[1], tool_calls=[messages[1].tool_calls[0], dict(messages[1].tool_calls[1], "
-            "function=dict(name=messages[1].tool_calls[1].function.name, arguments={}))])",
-            r"messages\[1\]\.tool_calls\[1\]\.function\.arguments",
-        ),
+# Trimmed, within JSON, as Python writes it; two equal calls are two.
+ARGUMENTS = {
+    "place": "Gr\"az'\n ü", "deep": {"on": True, "none": None, "list": ["a", 1, -2.5, []]},
+    "big": 12345678901234567890, "small": 1e-7, "blank": " ", "empty": {},
+}  # fmt: skip
+ODD_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "lookup", "arguments": ARGUMENTS}}
+ODD = {
+    "messages": [
+        user(" \n question </think> {{ x }} \n"),
+        assistant(None, tool_calls=[ODD_CALL, {**ODD_CALL, "id": "bcdefghij"}]),
+        result('{"temp": "hot \\n", "n": 3}'), result("x", "bcdefghij"),
+        assistant("\n\nanswer \"x\"\n\n<b> & 'c' ")
     ],
-)
-@pytest.mark.parametrize(
-    "name", ["qwen3", "qwen2_5", "qwen3_5_think", "glm4moe", "gemma4_v5", "muse_glimmer", "lfm2_v2"]
-)
-def test_a_part_of_a_call_that_a_template_leaves_out_is_named(name: str, change: str, lost: str) -> None:
+    "tools": TOOLS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", templates(NAMES))
+def test_a_row_is_trained_as_its_person_wrote_it_or_refused_with_the_reason(
+    name: str, subtests: pytest.Subtests
+) -> None:
     tokenizer = tokenizer_of(name)
-    own = tokenizer.chat_template
-    try:
-        tokenizer.chat_template = f"{{%- set messages = messages[:1] + [{change}] + messages[2:] -%}}" + own
-        with pytest.raises(RowError, match=rf"does not render `{lost}"):
-            chat.encode(FORMATS["messages"].read(KINDS["parallel"]), tokenizer)
-    finally:
-        tokenizer.chat_template = own
+    check(KINDS, name, tokenizer, subtests)
+    with subtests.test(kind="odd"):
+        if "parallel" not in REFUSED.get(name, {}):
+            assert encode(ODD, tokenizer).trained
+    with subtests.test(kind="a rendering without a word"):
+        if name not in ("idefics3", "llava_next", "smolvlm"):  # whose contents are lists of parts
+            check_losses(tokenizer)
 
 
+WITHOUT_ARGUMENTS = (
+    "dict(messages[1], tool_calls=[messages[1].tool_calls[0], dict(messages[1].tool_calls[1], "
+    "function=dict(name=messages[1].tool_calls[1].function.name, arguments={}))])"
+)
+
+
+@pytest.mark.parametrize("name", [name for name in ("qwen3", "qwen3_5_think", "glm4moe", "gemma4_v5") if name in NAMES])
+def test_a_part_of_a_call_or_a_tool_that_a_template_leaves_out_is_named(name: str) -> None:
+    """As test_outlines.py has it of templates of a line each."""
+    tokenizer = tokenizer_of(name)
+    bare = {**call("Linz", 83, "bcdefghij"), "function": {"name": "other", "arguments": {}}}
+    calling = {
+        "messages": [ASKED, assistant(None, tool_calls=[call("Graz", 71), bare]), *KINDS["parallel"]["messages"][2:]]
+    }
+    other = {"type": "function", "function": {**TOOLS[0]["function"], "name": "other"}}
+    first = "dict(messages[1], tool_calls=messages[1].tool_calls[:1])"
+    second = r"messages\[1\]\.tool_calls\[1\]"
+    for row, change, lost in (
+        (KINDS["parallel"], with_message(1, first), second),
+        ({**calling, "tools": TOOLS}, with_message(1, first), second),
+        (
+            KINDS["parallel"],
+            with_message(1, "dict(messages[1], tool_calls=[], content='x')"),
+            r"messages\[1\]\.tool_calls`",
+        ),
+        (KINDS["parallel"], with_message(1, WITHOUT_ARGUMENTS), rf"{second}\.function\.arguments"),
+        ({"messages": CALLED, "tools": [*TOOLS, other]}, "{%- set tools = tools[:1] -%}", r"tools\[1\]"),
+    ):
+        assert encode(row, tokenizer).trained
+        with beginning(tokenizer, change), pytest.raises(RowError, match=rf"does not render `{lost}"):
+            encode(row, tokenizer)
+
+
+@pytest.mark.parametrize("name", [name for name in ("qwen3", "qwen3_5_think", "glm4moe", "gemma4_v5") if name in NAMES])
 @pytest.mark.parametrize(
-    ("given", "written", "lost"),
+    ("arguments", "written", "lost"),
     [
         ({"on": True, "days": 3}, "dict(it.items() | rejectattr(1, 'boolean') | list)", r"\.on"),
-        ({"on": None, "days": 3}, "dict(it.items() | rejectattr(1, 'none') | list)", r"\.on"),
         ({"on": None}, "{}", ""),
-        ({"on": True}, "dict.fromkeys(it, 1)", r"\.on"),
-        ({"on": False}, "dict.fromkeys(it, 1)", r"\.on"),
-        ({"on": None}, "dict.fromkeys(it, '')", r"\.on"),
         ({"on": [7, None]}, "dict.fromkeys(it, it.values() | first | reject('none') | list)", r"\.on\[1\]"),
-        ({"on": [True, 7]}, "dict.fromkeys(it, it.values() | first | select('integer') | list)", r"\.on\[0\]"),
     ],
 )
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "gemma4_v5", "lfm2_v2"])
 def test_a_boolean_or_null_that_a_template_leaves_out_is_named(
-    name: str, given: dict[str, Any], written: str, lost: str
+    name: str, arguments: dict[str, Any], written: str, lost: str
 ) -> None:
-    tokenizer = tokenizer_of(name)
-    own = tokenizer.chat_template
-    one = {"id": "abcdefghi", "type": "function", "function": {"name": "lookup", "arguments": given}}
-    row = {"messages": [ASKED, assistant(None, tool_calls=[one])], "tools": TOOLS}
-    assert chat.encode(FORMATS["messages"].read(row), tokenizer).trained
-    try:
-        function = f"dict(name=messages[1].tool_calls[0].function.name, arguments={written})"
-        calls = f"[dict(messages[1].tool_calls[0], function={function})]"
-        tokenizer.chat_template = (
-            "{%- if messages[1:] -%}{%- set it = messages[1].tool_calls[0].function.arguments -%}"
-            f"{{%- set messages = messages[:1] + [dict(messages[1], tool_calls={calls})] -%}}{{%- endif -%}}"
-        ) + own
-        where = r"messages\[1\]\.tool_calls\[0\]\.function\.arguments" + lost
-        with pytest.raises(RowError, match=f"does not render `{where}`"):
-            chat.encode(FORMATS["messages"].read(row), tokenizer)
-    finally:
-        tokenizer.chat_template = own
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma4_v5", "muse_glimmer", "lfm2_v2"])
-def test_a_call_without_arguments_whose_name_only_its_result_repeats_is_lost(name: str) -> None:
-    tokenizer = tokenizer_of(name)
-    own, calls = tokenizer.chat_template, [call("Graz", 71), call("Linz", 83, "bcdefghij")]
-    calls[1]["function"].update(name="other", arguments={})
-    results = [result("sunny"), {**result("rainy", "bcdefghij"), "name": "other"}]
-    row = {"messages": [ASKED, assistant(None, tool_calls=calls), *results, ANSWERED], "tools": TOOLS}
-    assert chat.encode(FORMATS["messages"].read(row), tokenizer).trained
-    try:
-        first = "dict(messages[1], tool_calls=messages[1].tool_calls[:1])"
-        tokenizer.chat_template = f"{{%- set messages = messages[:1] + [{first}] + messages[2:] -%}}" + own
-        with pytest.raises(RowError, match=r"does not render `messages\[1\]\.tool_calls\[1\]`"):
-            chat.encode(FORMATS["messages"].read(row), tokenizer)
-    finally:
-        tokenizer.chat_template = own
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma4_v5", "glm4moe"])
-def test_a_tool_that_a_template_leaves_out_is_named(name: str) -> None:
-    tokenizer = tokenizer_of(name)
-    own = tokenizer.chat_template
-    other = {"type": "function", "function": {**TOOLS[0]["function"], "name": "other"}}
-    row = {"messages": CALLED, "tools": [*TOOLS, other]}
-    chat.encode(FORMATS["messages"].read(row), tokenizer)
-    try:
-        tokenizer.chat_template = "{%- set tools = tools[:1] -%}" + own
-        with pytest.raises(RowError, match=r"does not render `tools\[1\]`"):
-            chat.encode(FORMATS["messages"].read(row), tokenizer)
-    finally:
-        tokenizer.chat_template = own
-
-
-_FIRST = "[(each[0][0], dict(each[0][1], {})), each[1]]"
-_BARE = "properties=dict([((each[0][1].properties.items() | list)[0][0], dict(type='string'))])"
-
-
-@pytest.mark.parametrize(
-    ("change", "lost"),
-    [
-        ("description=none", "description"),
-        ("parameters=dict(own.parameters, properties=dict([each[0]]))", "parameters.properties.days"),
-        (
-            f"parameters=dict(own.parameters, properties=dict({_FIRST.format('description=none')}))",
-            "parameters.properties.place.description",
-        ),
-        (
-            f"parameters=dict(own.parameters, properties=dict({_FIRST.format('properties={}')}))",
-            "parameters.properties.place.properties",
-        ),
-        # The small print
-        (f"parameters=dict(own.parameters, properties=dict({_FIRST.format('enum=[], default=none')}))", None),
-        (f"parameters=dict(own.parameters, properties=dict({_FIRST.format(_BARE)}))", None),
-        ("parameters=dict(own.parameters, title=none)", None),
-    ],
-)
-def test_a_part_of_a_tool_that_a_template_leaves_out_is_named_but_for_the_small_print(
-    change: str, lost: str | None
-) -> None:
-    tokenizer = tokenizer_of("qwen3")
-    inner = {"street": {"type": "string", "description": "inner"}}
-    place = {**PLACE, "enum": ["Graz", "Wels"], "default": "Wels", "properties": inner}
-    parameters = {**PARAMETERS, "title": "Fare", "properties": {"place": place, "days": DAYS}}
-    tool = {"type": "function", "function": {**TOOLS[0]["function"], "parameters": parameters}}
-    content = FORMATS["messages"].read({"messages": CALLED, "tools": [tool]})
-    template = tokenizer.chat_template
-    assert chat.encode(content, tokenizer).trained
-    try:
-        tokenizer.chat_template = (
-            "{%- set own = tools[0].function -%}{%- set each = own.parameters.properties.items() | list -%}"
-            f"{{%- set tools = [dict(tools[0], function=dict(own, {change}))] -%}}" + template
-        )
-        if lost is None:
-            assert chat.encode(content, tokenizer).trained
-        else:
-            with pytest.raises(RowError, match=rf"does not render `tools\[0\]\.function\.{lost}`"):
-                chat.encode(content, tokenizer)
-    finally:
-        tokenizer.chat_template = template
-
-
-def test_texts_of_any_kind_are_found_in_what_templates_make_of_them(subtests: pytest.Subtests) -> None:
-    """Trimmed, within JSON, as Python writes it; two equal calls are two."""
-    arguments = {
-        "place": "Gr\"az'\n ü", "deep": {"on": True, "none": None, "list": ["a", 1, -2.5, []]},
-        "big": 12345678901234567890, "small": 1e-7, "blank": " ", "empty": {},
-    }  # fmt: skip
-    one = {"id": "abcdefghi", "type": "function", "function": {"name": "lookup", "arguments": arguments}}
-    row = {
-        "messages": [
-            user(" \n question </think> {{ x }} \n"), assistant(None, tool_calls=[one, {**one, "id": "bcdefghij"}]),
-            result('{"temp": "hot \\n", "n": 3}'), result("x", "bcdefghij"), assistant("\n\nanswer \"x\"\n\n<b> & 'c' ")
-        ],
-        "tools": TOOLS,
-    }  # fmt: skip
-    for name in NAMES:
-        if "parallel" not in REFUSED.get(name, {}):
-            with subtests.test(name=name):
-                assert chat.encode(FORMATS["messages"].read(row), tokenizer_of(name)).trained
+    tokenizer, called = tokenizer_of(name), call("Graz", 71)
+    called["function"]["arguments"] = arguments
+    row = {"messages": [ASKED, assistant(None, tool_calls=[called])], "tools": TOOLS}
+    assert encode(row, tokenizer).trained
+    function = f"dict(name=messages[1].tool_calls[0].function.name, arguments={written})"
+    calls = f"[dict(messages[1].tool_calls[0], function={function})]"
+    change = (
+        "{%- if messages[1:] -%}{%- set it = messages[1].tool_calls[0].function.arguments -%}"
+        f"{{%- set messages = messages[:1] + [dict(messages[1], tool_calls={calls})] -%}}{{%- endif -%}}"
+    )
+    where = r"messages\[1\]\.tool_calls\[0\]\.function\.arguments" + lost
+    with beginning(tokenizer, change), pytest.raises(RowError, match=f"does not render `{where}`"):
+        encode(row, tokenizer)
