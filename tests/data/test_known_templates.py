@@ -54,69 +54,49 @@ def test_every_known_template_is_pinned() -> None:
     assert {path.stem for path in TEMPLATES.glob("*.jinja")} - {"mistral_tools"} <= set(KNOWN)
 
 
-def test_the_trained_tokens_are_these(tokenizer_of: Make, subtests: pytest.Subtests) -> None:
+def test_the_trained_tokens_are_these(tokenizer_of: Make) -> None:
     for name, variant in VARIANTS:
-        with subtests.test(name=name, variant=variant):
-            tokenizer = tokenizer_of(name, variant)
-            assert marks_generation(tokenizer) == (variant != "shipped")
-            encoded = encode(conversation(name), tokenizer)
-            assert tokenizer.convert_ids_to_tokens(trained_tokens(encoded)) == TRAINED[name]
-            last = len(TRAINED[name]) - TRAINED[name].index(KNOWN[name].end) - 1
-            encoded = encode(conversation(name), tokenizer, "last")
-            assert tokenizer.convert_ids_to_tokens(trained_tokens(encoded)) == TRAINED[name][-last:]
+        tokenizer = tokenizer_of(name, variant)
+        assert marks_generation(tokenizer) == (variant != "shipped")
+        last = len(TRAINED[name]) - TRAINED[name].index(KNOWN[name].end) - 1
+        for loss_on, trained in (("assistant", TRAINED[name]), ("last", TRAINED[name][-last:])):
+            encoded = encode(conversation(name), tokenizer, loss_on)
+            assert tokenizer.convert_ids_to_tokens(trained_tokens(encoded)) == trained, (name, variant)
+        # The end of turn is found and generation stops there.
+        assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == KNOWN[name].end
+        assert set(tokenizer.convert_ids_to_tokens(stop_ids(tokenizer))) == {KNOWN[name].end, KNOWN[name].eos}
 
 
-def test_our_template_gives_the_ids_and_the_mask_of_the_one_that_models_ship(
-    tokenizer_of: Make, subtests: pytest.Subtests
-) -> None:
+def test_our_template_gives_the_ids_and_the_mask_of_the_one_that_models_ship(tokenizer_of: Make) -> None:
     for name in [name for name in KNOWN if len(texts(name)) > 1]:
-        with subtests.test(name=name):
-            shipped, ours = (tokenizer_of(name, variant) for variant in ("shipped", "ours"))
-            for messages in (conversation(name).messages, TWO_TURNS[1:], TWO_TURNS[1:3]):
-                assert encode(Chat(messages), shipped) == encode(Chat(messages), ours)
-                assert shipped.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False) == (
-                    ours.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
-                )
+        shipped, ours = (tokenizer_of(name, variant) for variant in ("shipped", "ours"))
+        for messages in (conversation(name).messages, TWO_TURNS[1:], TWO_TURNS[1:3]):
+            assert encode(Chat(messages), shipped) == encode(Chat(messages), ours), name
+            prompts = [
+                tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+                for tokenizer in (shipped, ours)
+            ]
+            assert prompts[0] == prompts[1], name
 
 
-def test_the_end_of_turn_is_found_and_generation_stops_there(tokenizer_of: Make, subtests: pytest.Subtests) -> None:
+def test_the_pad_token_changes_nothing_even_where_it_is_the_end_of_turn(tokenizer_of: Make) -> None:
     for name, variant in VARIANTS:
-        with subtests.test(name=name, variant=variant):
-            tokenizer, known = tokenizer_of(name, variant), KNOWN[name]
-            assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == known.end
-            assert set(tokenizer.convert_ids_to_tokens(stop_ids(tokenizer))) == {known.end, known.eos}
+        tokenizer, known = tokenizer_of(name, variant), KNOWN[name]
+        before = encode(conversation(name), tokenizer)
+        assert before.labels.count(tokenizer.convert_tokens_to_ids(known.end)) == 2
+        for pad in (known.end, known.eos, None):
+            tokenizer = tokenizer_of(name, variant)
+            tokenizer.pad_token = pad
+            assert encode(conversation(name), tokenizer) == before, (name, variant, pad)
 
 
-def test_the_pad_token_changes_nothing_even_where_it_is_the_end_of_turn(
-    tokenizer_of: Make, subtests: pytest.Subtests
-) -> None:
-    for name, variant in VARIANTS:
-        for pad in ["end", "eos", "none"]:
-            with subtests.test(name=name, variant=variant, pad=pad):
-                tokenizer, known = tokenizer_of(name, variant), KNOWN[name]
-                before = encode(conversation(name), tokenizer)
-                tokenizer = tokenizer_of(name, variant)
-                tokenizer.pad_token = {"end": known.end, "eos": known.eos, "none": None}[pad]
-                assert encode(conversation(name), tokenizer) == before
-                assert before.labels.count(tokenizer.convert_tokens_to_ids(known.end)) == 2
-
-
-def test_a_template_without_a_system_role_says_what_to_do(tokenizer_of: Make, subtests: pytest.Subtests) -> None:
-    for variant in ["shipped", "ours"]:
-        with subtests.test(variant=variant):
-            with pytest.raises(RowError) as caught:
-                encode(Chat(TWO_TURNS), tokenizer_of("gemma", variant))
-            assert "System role not supported" in str(caught.value)
-            assert "start of the first user message" in str(caught.value)
-            assert "`data.chat_template`" in str(caught.value)
-
-
-def test_a_template_that_wants_turns_to_alternate_says_what_to_do(
-    tokenizer_of: Make, subtests: pytest.Subtests
-) -> None:
-    refused = pytest.raises(RowError, match=r"must alternate.* Merge consecutive messages")
-    for name in ["llama2", "mistral", "gemma"]:
-        with subtests.test(name=name), refused:
+def test_what_a_template_refuses_is_refused_with_what_to_do(tokenizer_of: Make) -> None:
+    system = r"System role not supported.*start of the first user message.*`data\.chat_template`"
+    for variant in ("shipped", "ours"):
+        with pytest.raises(RowError, match=system):
+            encode(Chat(TWO_TURNS), tokenizer_of("gemma", variant))
+    for name in ("llama2", "mistral", "gemma"):
+        with pytest.raises(RowError, match=r"must alternate.* Merge consecutive messages"):
             encode(Chat([user("Hi"), user("Why?"), assistant("so")]), tokenizer_of(name, "ours"))
 
 
@@ -178,13 +158,12 @@ def test_tools_that_move_to_the_last_question_are_refused_but_for_the_last_answe
     assert trained_text(encode(with_tools(messages), mistral, "last"), mistral) == " It is 3.</s>"
 
 
-def test_tools_that_the_template_would_leave_out_are_refused(tokenizer_of: Make, subtests: pytest.Subtests) -> None:
-    for row in [{"messages": SUM}, {"messages": [user("Hi"), assistant("so")], "tools": [ADD]}]:
-        with (
-            subtests.test(row=row),
-            pytest.raises(RowError, match=r"does not render `(messages\[1\]\.tool_calls|tools)`"),
-        ):
-            encode(FORMATS["messages"].read(row), tokenizer_of("llama3", "ours"))
+def test_tools_that_the_template_would_leave_out_are_refused(tokenizer_of: Make) -> None:
+    tokenizer = tokenizer_of("llama3", "ours")
+    for row in ({"messages": SUM}, {"messages": [user("Hi"), assistant("so")], "tools": [ADD]}):
+        with pytest.raises(RowError, match=r"does not render `(messages\[1\]\.tool_calls|tools)`"):
+            encode(FORMATS["messages"].read(row), tokenizer)
+    assert not is_empty(with_tools(SUM[:2])), "a call is an answer"
 
 
 LONG = [user("Why? " * 40), *SUM[1:3], *SUM[1:3], assistant("It is 3.")]
@@ -263,10 +242,6 @@ def test_a_row_that_is_cut_keeps_no_first_token_but_bos(byte_tokenizer: Make, bo
     assert tokenizer.decode(cut.input_ids).startswith("<s>" if bos == "<s>" else ("Why?", " Why?", "?", "y", "hy", " "))
 
 
-def test_a_call_of_a_tool_is_not_an_empty_answer() -> None:
-    assert not is_empty(with_tools(SUM[:2]))
-
-
 # -- marks that are not quite right ----------------------------------------------------------------------------------
 
 
@@ -280,18 +255,11 @@ def test_an_end_of_turn_that_is_parsed_within_an_answer_is_refused_with_its_posi
 # -- what a message says of itself -----------------------------------------------------------------------------------
 
 
-def test_a_turn_that_is_switched_off_is_context(tokenizer_of: Make, subtests: pytest.Subtests) -> None:
-    for switch in [{"train": False}, {"weight": 0}, {"weight": 0.0}]:
-        for loss_on in ["assistant", "last"]:
-            with subtests.test(switch=switch, loss_on=loss_on):
-                tokenizer = tokenizer_of("chatml", "shipped")
-                messages = [
-                    system("Be brief."),
-                    user("Hi"),
-                    assistant("Hello"),
-                    user("Why?"),
-                    {**assistant("so"), **switch},
-                ]
-                encoded = encode(FORMATS["messages"].read({"messages": messages}), tokenizer, loss_on)
-                assert trained_text(encoded, tokenizer) == "Hello<|im_end|>"
-                assert "so<|im_end|>" in tokenizer.decode(encoded.input_ids)
+def test_a_turn_that_is_switched_off_is_context(tokenizer_of: Make) -> None:
+    tokenizer = tokenizer_of("chatml", "shipped")
+    for switch in ({"train": False}, {"weight": 0}, {"weight": 0.0}):
+        for loss_on in ("assistant", "last"):
+            turns = [system("Be brief."), user("Hi"), assistant("Hello"), user("Why?"), {**assistant("so"), **switch}]
+            encoded = encode(FORMATS["messages"].read({"messages": turns}), tokenizer, loss_on)
+            assert trained_text(encoded, tokenizer) == "Hello<|im_end|>"
+            assert "so<|im_end|>" in tokenizer.decode(encoded.input_ids)

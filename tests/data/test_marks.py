@@ -40,17 +40,14 @@ def counted(chatml: str, marks: str = _MARKED) -> str:
     return _COUNT + chatml.replace(_MARKED, marks)
 
 
-def test_marks_alone_give_the_mask_wherever_they_end(
-    word_tokenizer: Make, chatml: str, subtests: pytest.Subtests
-) -> None:
-    for marks in _MARKS:
-        with subtests.test(marks=marks):
-            tokenizer = word_tokenizer(counted(chatml, _MARKS[marks]))
-            breaks = "//" if marks == "line break within" else "/"
-            assert shown(encode(Chat(TWO_TURNS), tokenizer), tokenizer) == (
-                f"#####<system/Be brief.>/<user/Hi>/<assistant/[Hello][ ][there][.][>]{breaks}"
-                f"<user/Why?>/<assistant/[Because][ ][so][.][>]{breaks}"
-            )
+def test_marks_alone_give_the_mask_wherever_they_end(word_tokenizer: Make, chatml: str) -> None:
+    for name, marks in _MARKS.items():
+        tokenizer = word_tokenizer(counted(chatml, marks))
+        breaks = "//" if name == "line break within" else "/"
+        assert shown(encode(Chat(TWO_TURNS), tokenizer), tokenizer) == (
+            f"#####<system/Be brief.>/<user/Hi>/<assistant/[Hello][ ][there][.][>]{breaks}"
+            f"<user/Why?>/<assistant/[Because][ ][so][.][>]{breaks}"
+        ), name
 
 
 def test_answers_that_are_a_token_apart_stay_apart(word_tokenizer: Make) -> None:
@@ -63,34 +60,29 @@ def test_answers_that_are_a_token_apart_stay_apart(word_tokenizer: Make) -> None
     assert shown(encode(rows, tokenizer), tokenizer) == "####:[so][>]:[one][>]"
 
 
-def test_a_template_that_cannot_be_masked_without_marks_is_refused(word_tokenizer: Make, chatml: str) -> None:
+def test_a_template_that_cannot_be_masked_without_marks_or_with_marks_around_nothing_is_refused(
+    word_tokenizer: Make, chatml: str
+) -> None:
     unmarked = _MARKED.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
     with pytest.raises(RowError, match=r"messages\[2\]: the chat template renders the conversation differently"):
         encode(Chat(TWO_TURNS), word_tokenizer(counted(chatml, unmarked)))
-
-
-def test_a_template_with_marks_around_nothing_is_refused(word_tokenizer: Make, chatml: str) -> None:
-    tokenizer = word_tokenizer(counted(chatml, _MARKS["end of turn behind"]))
     with pytest.raises(RowError, match="differently"):
-        encode(Chat([user("Hi"), assistant("")]), tokenizer)
+        encode(Chat([user("Hi"), assistant("")]), word_tokenizer(counted(chatml, _MARKS["end of turn behind"])))
 
 
-def test_a_call_ends_with_the_token_that_closes_it(
-    word_tokenizer: Make, chatml: str, subtests: pytest.Subtests
-) -> None:
-    for behind in ["", "\\n", "\\n\\n"]:
-        with subtests.test(behind=behind):
-            called = (
-                "{%- generation -%}{%- if message.tool_calls -%}{{- message['content'] + '<|call|>" + behind + "' -}}"
-                "{%- else -%}{{- message['content'] + '<|im_end|>' -}}{%- endif -%}{%- endgeneration -%}"
-            )
-            tokenizer = word_tokenizer(counted(chatml, called), special=["<|call|>"])
-            call = {**CALL, "content": "one two"}
-            text = trained_text(encode(Chat([user("Hi"), call, user("so"), assistant("one")]), tokenizer), tokenizer)
-            assert text == "one two<|call|>one<|im_end|>"
-            with pytest.raises(RowError, match="differently"):  # nothing but line breaks: the marks are not trusted
-                encode(Chat([user("Hi"), {**call, "content": "\n"}]), word_tokenizer(
-                    counted(chatml, called.replace("<|call|>", "\\n")), special=["<|call|>"]))  # fmt: skip
+def test_a_call_ends_with_the_token_that_closes_it(word_tokenizer: Make, chatml: str) -> None:
+    for behind in ("", "\\n", "\\n\\n"):
+        called = (
+            "{%- generation -%}{%- if message.tool_calls -%}{{- message['content'] + '<|call|>" + behind + "' -}}"
+            "{%- else -%}{{- message['content'] + '<|im_end|>' -}}{%- endif -%}{%- endgeneration -%}"
+        )
+        tokenizer = word_tokenizer(counted(chatml, called), special=["<|call|>"])
+        call = {**CALL, "content": "one two"}
+        text = trained_text(encode(Chat([user("Hi"), call, user("so"), assistant("one")]), tokenizer), tokenizer)
+        assert text == "one two<|call|>one<|im_end|>"
+        breaks = word_tokenizer(counted(chatml, called.replace("<|call|>", "\\n")), special=["<|call|>"])
+        with pytest.raises(RowError, match="differently"):  # nothing but line breaks: the marks are not trusted
+            encode(Chat([user("Hi"), {**call, "content": "\n"}]), breaks)
 
 
 def test_a_last_call_whose_mark_leaves_out_what_closes_it_learns_that(word_tokenizer: Make, chatml: str) -> None:
@@ -102,27 +94,22 @@ def test_a_last_call_whose_mark_leaves_out_what_closes_it_learns_that(word_token
     assert trained_text(encode(Chat([user("Hi"), CALL]), tokenizer), tokenizer) == "so<|call|>"
 
 
-@pytest.mark.parametrize(
-    ("closing", "learnt"),
-    [
-        ("<|call|>", "<|call|>"),
-        ("<|call|>\\n", "<|call|>"),
-        ("\\n<|call|>", "\n<|call|>"),
-        ("<|call|><|im_end|>", "<|call|><|im_end|>"),
-        ("\\n<|call|>\\n<|im_end|>\\n", "\n<|call|>\n<|im_end|>"),
-    ],
-)
-@pytest.mark.parametrize("begin", ["{%- generation -%}", ""])
 def test_an_earlier_call_learns_what_closes_it_without_marks_and_with_such_as_leave_it_out(
-    begin: str, closing: str, learnt: str, word_tokenizer: Make, chatml: str
+    word_tokenizer: Make, chatml: str
 ) -> None:
-    behind = (
-        f"{begin}{{{{- message['content'] -}}}}{begin.replace('gen', 'endgen')}"
-        f"{{{{- '{closing}' if message.tool_calls else '<|im_end|>' -}}}}"
-    )
-    tokenizer = word_tokenizer(chatml.replace(_MARKED, behind), special=["<|call|>"])
     rows = Chat([user("Hi"), CALL, user("Why?"), CALL, user("Why?"), assistant("one")])
-    assert trained_text(encode(rows, tokenizer), tokenizer) == f"so{learnt}" * 2 + "one<|im_end|>"
+    for begin in ("{%- generation -%}", ""):
+        for closing, learnt in (
+            ("<|call|>", "<|call|>"), ("<|call|>\\n", "<|call|>"), ("\\n<|call|>", "\n<|call|>"),
+            ("<|call|><|im_end|>", "<|call|><|im_end|>"),
+            ("\\n<|call|>\\n<|im_end|>\\n", "\n<|call|>\n<|im_end|>"),
+        ):  # fmt: skip
+            behind = (
+                f"{begin}{{{{- message['content'] -}}}}{begin.replace('gen', 'endgen')}"
+                f"{{{{- '{closing}' if message.tool_calls else '<|im_end|>' -}}}}"
+            )
+            tokenizer = word_tokenizer(chatml.replace(_MARKED, behind), special=["<|call|>"])
+            assert trained_text(encode(rows, tokenizer), tokenizer) == f"so{learnt}" * 2 + "one<|im_end|>", closing
 
 
 _TOUCHING = _COUNT + (
@@ -179,22 +166,16 @@ def closed(chatml: str) -> str:
 CALL = {**assistant("so"), "tool_calls": [{"type": "function", "function": {"name": "", "arguments": {}}}]}
 
 
-def test_a_tool_call_before_the_end_is_masked_correctly_in_a_closed_conversation(
+def test_a_call_before_the_end_is_trained_as_a_closed_conversation_renders_it(
     word_tokenizer: Make, closed: str
 ) -> None:
-    tokenizer = word_tokenizer(closed, pad_token="<unk>")
     rows = Chat([user("Hi"), CALL, user("Why?"), assistant("one")])
-    assert trained_text(encode(rows, tokenizer), tokenizer) == "so#<|im_end|>one<|im_end|>"
-
-
-def test_a_call_that_a_longer_conversation_renders_differently_is_trained_as_it_is_there(
-    word_tokenizer: Make, closed: str
-) -> None:
     forgets = closed.replace("'#' if message.tool_calls", "'#' if message.tool_calls and loop.last")
-    tokenizer = word_tokenizer(forgets, pad_token="<unk>")
-    for question in ("Why?", ""):
-        rows = Chat([user("Hi"), CALL, user(question), assistant("one")])
-        assert trained_text(encode(rows, tokenizer), tokenizer) == "so<|im_end|>one<|im_end|>"
+    for template, text in ((closed, "so#<|im_end|>one<|im_end|>"), (forgets, "so<|im_end|>one<|im_end|>")):
+        tokenizer = word_tokenizer(template, pad_token="<unk>")
+        assert trained_text(encode(rows, tokenizer), tokenizer) == text
+    rows = Chat([user("Hi"), CALL, user(""), assistant("one")])
+    assert trained_text(encode(rows, tokenizer), tokenizer) == text
 
 
 def test_an_answer_that_nothing_ends_is_refused_though_the_questions_have_ends(
@@ -210,22 +191,17 @@ def test_an_answer_that_nothing_ends_is_refused_though_the_questions_have_ends(
         encode(Chat([user("Hi"), assistant("so"), assistant("one")]), word_tokenizer(at_times))
 
 
-def test_an_answer_that_is_rendered_differently_at_the_end_is_located_by_its_words(
+def test_an_earlier_answer_that_is_rendered_differently_at_the_end_is_located_by_its_words(
     word_tokenizer: Make, chatml: str
 ) -> None:
-    forgets = chatml.replace(_MARKED, "{{- message['content'] + ('#' if loop.last else '') + '<|im_end|>' -}}")
-    tokenizer = word_tokenizer(forgets)
     rows = Chat([user("Hi"), assistant("one . two"), user("Why?"), assistant("so")])
-    assert trained_text(encode(rows, tokenizer), tokenizer) == "one . two<|im_end|>so#<|im_end|>"
-
-
-def test_an_earlier_answer_that_another_token_closes_is_located_and_trained_without_it(
-    word_tokenizer: Make, chatml: str
-) -> None:
-    closes = chatml.replace(_MARKED, "{{- message['content'] + ('#<|im_end|>' if loop.last else '<|pad|>') -}}")
-    tokenizer = word_tokenizer(closes, pad_token="<unk>")
-    rows = Chat([user("Hi"), assistant("one . two"), user("Why?"), assistant("so")])
-    assert trained_text(encode(rows, tokenizer), tokenizer) == "one . twoso#<|im_end|>"
+    for ends, text in (
+        ("('#' if loop.last else '') + '<|im_end|>'", "one . two<|im_end|>so#<|im_end|>"),
+        ("('#<|im_end|>' if loop.last else '<|pad|>')", "one . twoso#<|im_end|>"),  # trained without another token
+    ):
+        template = chatml.replace(_MARKED, f"{{{{- message['content'] + {ends} -}}}}")
+        tokenizer = word_tokenizer(template, pad_token="<unk>")
+        assert trained_text(encode(rows, tokenizer), tokenizer) == text
 
 
 def test_running_out_of_memory_in_the_tokenizer_is_not_blamed_on_a_row(
@@ -245,16 +221,12 @@ BARE = (
 )
 
 
-def test_no_other_special_token_is_taken_for_the_end_of_a_turn(word_tokenizer: Make, subtests: pytest.Subtests) -> None:
+def test_no_other_special_token_is_taken_for_the_end_of_a_turn(word_tokenizer: Make) -> None:
     """Neither one amid the answer, nor the one before it."""
     tokenizer = word_tokenizer(BARE, pad_token="<unk>")
-    for answer in ["one<|pad|>two", "one<|pad|>two\n", "\n", "one"]:
-        with (
-            subtests.test(answer=answer),
-            pytest.raises(
-                RowError, match=r"messages\[1\]: the chat template closes this turn without an end-of-turn token"
-            ),
-        ):
+    refused = r"messages\[1\]: the chat template closes this turn without an end-of-turn token"
+    for answer in ("one<|pad|>two", "one<|pad|>two\n", "\n", "one"):
+        with pytest.raises(RowError, match=refused):
             encode(Chat([user("Hi"), assistant(answer)]), tokenizer, control_tokens="parse")
 
 
@@ -352,7 +324,7 @@ def test_the_head_of_a_row_is_its_system_message(word_tokenizer: Make, chatml: s
     assert of_system(refuses) == [0, 0, 0, 0]
 
 
-def test_an_answer_that_trains_no_token_counts_as_empty(subtests: pytest.Subtests) -> None:
+def test_an_answer_that_trains_no_token_counts_as_empty() -> None:
     for example, loss_on, empty in [
         (Completion("Why?", "so"), "assistant", False), (Completion("Why?", " \n"), "assistant", True),
         (Completion("Why?", " \n"), "all", False), (Completion(" ", " \n"), "all", True),
@@ -363,8 +335,7 @@ def test_an_answer_that_trains_no_token_counts_as_empty(subtests: pytest.Subtest
         (Several({"chosen": Completion("Why?", "so"), "rejected": Completion("Why?", " ")}), "assistant", True),
         (Several({"chosen": Completion("Why?", "so"), "rejected": Completion("Why?", "one")}), "assistant", False),
     ]:  # fmt: skip
-        with subtests.test(example=example):
-            assert is_empty(example, loss_on) is empty
+        assert is_empty(example, loss_on) is empty, example
 
 
 def test_ids_from_the_first_to_the_last_of_the_vocabulary_are_taken_and_no_other(word_tokenizer: Make) -> None:
@@ -374,11 +345,6 @@ def test_ids_from_the_first_to_the_last_of_the_vocabulary_are_taken_and_no_other
     for wrong in (-1, last + 1):
         with pytest.raises(RowError, match=rf"`input_ids\[1\]` is {wrong}, but the tokenizer has"):
             encode(Tokens([0, wrong]), tokenizer)
-
-
-def test_a_teacher_knows_the_tokens_of_the_vocabulary_and_no_other(word_tokenizer: Make) -> None:
-    tokenizer = word_tokenizer(None)
-    last = len(tokenizer) - 1
 
     def taught(token: int) -> Tokens:
         return Tokens([5, 6], teacher=Teacher(np.array([[0], [token]], np.int32), np.zeros((2, 1), np.float32)))

@@ -79,9 +79,8 @@ def refuse(name: str, tokenizer: Any, messages: list[Message], tools: Any = None
 TEXT = "\n\"ü\" 'x'\n"
 
 
-@pytest.mark.parametrize(
-    ("written", "form"),
-    [
+def test_a_text_is_found_as_templates_write_it(tokenizer_of: Make) -> None:
+    for written, form in (
         ("{{ m.content }}", TEXT.strip()),
         ("{{ m.content | trim }}", TEXT.strip()),
         ("{{ m.content | replace('\n', ' \n\n') }}", TEXT.strip()),
@@ -91,10 +90,9 @@ TEXT = "\n\"ü\" 'x'\n"
         ("{{ m.content | trim | tojson(ensure_ascii=True) }}", "\\\"\\u00fc\\\" 'x'"),
         ("{{ [m.content] }}", "\\n\"ü\" \\'x\\'\\n"),
         ("{{ [m.content | trim] }}", "\"ü\" \\'x\\'"),
-    ],
-)
-def test_a_text_is_found_as_templates_write_it(tokenizer_of: Make, written: str, form: str) -> None:
-    assert found(tokenizer_of(written), [user(TEXT), assistant("b")]) == [(form, 0, False), ("b", 1, False)]
+    ):
+        expected = [(form, 0, False), ("b", 1, False)]
+        assert found(tokenizer_of(written), [user(TEXT), assistant("b")]) == expected, written
 
 
 @pytest.mark.parametrize("turn", [CALLS, CALLS.replace("| tojson", "")])
@@ -111,14 +109,11 @@ def test_a_key_is_where_the_template_has_written_it(tokenizer_of: Make) -> None:
     text, _ = chat_template.text(tokenizer, messages)
     places = outline.check(Chat(messages), text, tokenizer).places
     assert places
-    assert [(place.start, place.end) for place in places[2:]] == [
-        (text.index('key"') + 3, text.index('key"') + 3), (text.index("value"), text.index("value") + 5)
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("arguments", [{"when": datetime.date(2024, 5, 1)}, {"when": " "}, {" ": 1}])
-def test_a_value_without_a_mark_is_left_as_it_is(tokenizer_of: Make, arguments: dict[str, Any]) -> None:
-    assert found(tokenizer_of("{{ m.tool_calls[0].function }}"), [calling(call(arguments))])
+    key, value = text.index('key"') + 3, text.index("value")
+    assert [(place.start, place.end) for place in places[2:]] == [(key, key), (value, value + 5)]
+    # A value without a mark is left as it is.
+    for arguments in ({"when": datetime.date(2024, 5, 1)}, {"when": " "}, {" ": 1}):
+        assert found(tokenizer_of("{{ m.tool_calls[0].function }}"), [calling(call(arguments))])
 
 
 def test_what_is_written_twice_and_ids_are_there_again(tokenizer_of: Make) -> None:
@@ -169,11 +164,8 @@ def test_what_a_template_makes_of_a_text_may_only_change_white_space_around_it(
     )
 
 
-def test_text_of_the_template_that_looks_like_a_mark_is_none(tokenizer_of: Make) -> None:
-    assert found(tokenizer_of("0qz00001zq 837000001 {{ m.content }}"), [user("a")]) == [("a", 0, False)]
-
-
-def test_nothing_but_the_text_is_all_there_is(word_tokenizer: Make) -> None:
+def test_nothing_but_the_text_is_all_there_is(word_tokenizer: Make, tokenizer_of: Make) -> None:
+    assert found(tokenizer_of("0qz00001zq 837000001 {{ m.content }}"), [user("a")]) == [("a", 0, False)], "no mark"
     tokenizer = word_tokenizer("{{ messages[0].content }}")
     assert found(tokenizer, [user("a")]) == [("a", 0, False)]
     assert outline.check(Chat([user("a")]), "a\n", tokenizer).places
@@ -400,19 +392,17 @@ def test_a_part_of_a_tool_that_the_template_leaves_out_is_named(tokenizer_of: Ma
     refuse(name, tokenizer_of(tools=template), [user("a")], [WEATHER, OTHER, ODD])
 
 
-def test_a_template_that_refuses_marked_tools_leaves_none_of_them_out(tokenizer_of: Make) -> None:
+def test_nothing_is_lost_of_a_row_that_is_rendered(tokenizer_of: Make) -> None:
     refuses = "{% if tools and '0qz' in tools[0] | string %}{{ raise_exception('no') }}{% endif %}"
-    found = check(tokenizer_of(tools=refuses), [user("a")], [WEATHER])
-    assert found.places
-    assert found.outline is not None
-    assert found.outline.lost_tools == ""
-
-
-@pytest.mark.parametrize("tools", [None, [WEATHER]])
-def test_nothing_is_lost_of_a_row_that_is_rendered(tokenizer_of: Make, tools: Any) -> None:
-    found = check(tokenizer_of(), [user("a"), calling(F)], tools).outline
-    assert found is not None
-    assert (found.lost, found.lost_tools, found.lost_constant) == (frozenset(), "", "")
+    for tokenizer, messages, tools in (
+        (tokenizer_of(), [user("a"), calling(F)], None),
+        (tokenizer_of(), [user("a"), calling(F)], [WEATHER]),
+        (tokenizer_of(tools=refuses), [user("a")], [WEATHER]),  # refused with marks
+    ):
+        seen = check(tokenizer, messages, tools)
+        assert seen.places
+        assert seen.outline is not None
+        assert (seen.outline.lost, seen.outline.lost_tools, seen.outline.lost_constant) == (frozenset(), "", "")
 
 
 # -- thoughts ----------------------------------------------------------------------------------------------------------

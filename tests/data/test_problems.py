@@ -28,28 +28,14 @@ def collected(*found: str | Exception) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_a_block_without_problems_ends_quietly() -> None:
-    block()
-
-
 def test_all_problems_are_reported_in_their_order_and_each_once() -> None:
+    block()
     assert collected("a:1: x", "a:2: y", "a:1: x") == ["a:1: x", "a:2: y"]
-
-
-def test_rows_of_a_file_that_fail_alike_share_a_line() -> None:
+    assert collected("a:1: x", DataError("a: cut off")) == ["a:1: x", "a: cut off"]
+    assert collected("a:1: x", BadRows(["a:1: x", "a:2: y"])) == ["a:1: x", "a:2: y"]
+    # Rows of a file that fail alike share a line.
     found = ["a:1: x", "a:2: y", "b:1: x", "a:3: x", "a:4: x", "a:5: x", "a:9: x", "a: whole"]
     assert collected(*found) == ["a:1, 3 to 5, 9: x", "a:2: y", "b:1: x", "a: whole"]
-
-
-def test_an_error_that_ends_the_block_is_the_last_problem() -> None:
-    assert collected("a:1: x", DataError("a: cut off")) == ["a:1: x", "a: cut off"]
-
-
-def test_problems_of_an_inner_block_are_reported_one_by_one() -> None:
-    assert collected("a:1: x", BadRows(["a:1: x", "a:2: y"])) == ["a:1: x", "a:2: y"]
-
-
-def test_an_error_of_another_kind_goes_through_as_it_is() -> None:
     with refusal(MachineError, "no network"):
         block("a:1: x", MachineError("no network"))
 

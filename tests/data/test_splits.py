@@ -76,9 +76,11 @@ def test_training_reads_the_training_split_alone_and_evaluation_the_one_for_vali
     assert files_read(str(folder)) == sorted(train)
     assert files_read(str(folder), "eval") == sorted(validation)
     assert sources.has_held_out_split(str(folder))
+    if name != "shards":  # a pattern over several splits reads what its folder does
+        assert files_read(f"{folder}/**/*.jsonl") == sorted(train)
+        assert files_read(f"{folder}/**/*.jsonl", "eval") == sorted(validation)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_splits_are_those_that_datasets_loads(name: str, tmp_path: Path) -> None:
     import datasets
@@ -88,13 +90,6 @@ def test_the_splits_are_those_that_datasets_loads(name: str, tmp_path: Path) -> 
     held_out = next(split for split in loaded if str(split) in ("validation", "dev"))
     for split, files in (("train", loaded["train"]), ("eval", loaded[held_out])):
         assert files_read(str(folder), split) == sorted(str(Path(file).relative_to(folder)) for file in files)
-
-
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "shards"])
-def test_a_pattern_over_several_splits_reads_what_its_folder_does(name: str, tmp_path: Path) -> None:
-    folder = of_layout(tmp_path / "corpus", name)
-    assert files_read(f"{folder}/**/*.jsonl") == files_read(str(folder))
-    assert files_read(f"{folder}/**/*.jsonl", "eval") == files_read(str(folder), "eval")
 
 
 @pytest.mark.parametrize(
@@ -129,38 +124,26 @@ def test_a_folder_of_any_other_names_is_read_whole(tmp_path: Path) -> None:
     folder = laid_out(tmp_path / "test" / "train[1]", files)
     assert files_read(str(folder)) == sorted(files)
     assert not sources.has_held_out_split(str(folder))
-
-
-def test_no_files_are_in_no_split(tmp_path: Path) -> None:
     assert splits.of_files(tmp_path, []) == {}
 
 
-def test_files_of_no_split_are_trained_where_nothing_else_is_for_training(tmp_path: Path) -> None:
+def test_a_folder_gives_its_splits_else_what_is_of_none(tmp_path: Path) -> None:
     folder = laid_out(tmp_path / "corpus", ["a.jsonl", "b.jsonl", "test.jsonl", "train-and-test.jsonl"])
     assert files_read(str(folder)) == ["a.jsonl", "b.jsonl"]
     assert files_read(str(folder), "eval") == ["test.jsonl", "train-and-test.jsonl"]
+    folder = tmp_path / "other"  # evaluates its validation, else its tests, else all
+    for name in ("train.jsonl", "test.jsonl", "dev.jsonl"):
+        assert files_read(str(laid_out(folder, [name])), "eval") == [name]
 
 
-def test_a_folder_that_evaluates_gives_its_validation_else_its_tests_else_all(tmp_path: Path) -> None:
-    folder = laid_out(tmp_path / "corpus", ["train.jsonl"])
-    assert files_read(str(folder), "eval") == ["train.jsonl"]
-    laid_out(folder, ["test.jsonl"])
-    assert files_read(str(folder), "eval") == ["test.jsonl"]
-    laid_out(folder, ["dev.jsonl"])
-    assert files_read(str(folder), "eval") == ["dev.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("files", "reason"),
-    [
+def test_a_folder_without_one_training_split_is_refused(tmp_path: Path) -> None:
+    for number, (files, reason) in enumerate((
         (["test.jsonl", "val.jsonl"], "no training split, only test and validation"),
         (["data/train_sft-00000-of-00001.jsonl", "data/train_gen-00000-of-00001.jsonl"], "train_gen, train_sft"),
         (["train-00000-of-00002.jsonl", "test-00000-of-00001.jsonl"], "only 1 of 2 files"),
-    ],
-)
-def test_a_folder_without_one_training_split_is_refused(files: list[str], reason: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=reason):
-        sources.rows(str(laid_out(tmp_path / "corpus", files)))
+    )):  # fmt: skip
+        with refusal(DataError, reason):
+            sources.rows(str(laid_out(tmp_path / f"corpus{number}", files)))
 
 
 @pytest.mark.parametrize(
@@ -189,26 +172,28 @@ def test_the_file_that_a_refusal_of_splits_advises_is_read(source: str, files: l
         assert files_read(advised, key) == [str(Path(advised).relative_to(folder))]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("README.md", "---\nconfigs: [{config_name: a, data_files: a.jsonl}, {config_name: b}]\n---\n"),
-        ("README.md", "---\nconfigs: [{config_name: a, data_files: gone/*}]\n---\n"),
-        ("README.md", "---\nconfigs: [{config_name: a, data_files: ['https://host/a.jsonl', gone/*]}]\n---\n"),
-        ("README.md", "---\nconfigs: [{config_name: a, data_files: '" + "*a" * 40 + "b'}]\n---\n"),
-        ("README.md", "---\nconfigs: [{config_name: a, data_files: 5}]\n---\n"),
-        ("README.md", "---\nconfigs: 5\n---\n"),
-        ("README.md", "---\nconfigs: [\n---\n"),
-        ("README.md", "---\nconfigs: [{config_name: a, data_dir: 5}]\n---\n"),
-        ("dataset_dict.json", "{"),
-        ("dataset_dict.json", "[]"),
+UNREADABLE = {
+    "README.md": [
+        "configs: [{config_name: a, data_files: a.jsonl}, {config_name: b}]",
+        "configs: [{config_name: a, data_files: gone/*}]",
+        "configs: [{config_name: a, data_files: ['https://host/a.jsonl', gone/*]}]",
+        "configs: [{config_name: a, data_files: '" + "*a" * 40 + "b'}]",
+        "configs: [{config_name: a, data_files: 5}]",
+        "configs: 5",
+        "configs: [",
+        "configs: [{config_name: a, data_dir: 5}]",
     ],
-)
-def test_splits_that_cannot_be_read_are_refused_and_name_their_file(name: str, text: str, tmp_path: Path) -> None:
+    "dataset_dict.json": ["{", "[]"],
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_splits_that_cannot_be_read_are_refused_and_name_their_file(name: str, tmp_path: Path) -> None:
     folder = laid_out(tmp_path / "corpus", ["a.jsonl", "a" * 80 + ".jsonl"])
-    (folder / name).write_text(text)
-    with pytest.raises(DataError, match=name):
-        sources.rows(str(folder))
+    for text in UNREADABLE[name]:
+        (folder / name).write_text(f"---\n{text}\n---\n" if name == "README.md" else text)
+        with refusal(DataError, name):
+            sources.rows(str(folder))
 
 
 def test_the_readme_of_a_corpus_describes_nothing(tmp_path: Path) -> None:
@@ -318,22 +303,15 @@ def test_a_split_that_appears_later_is_not_hidden_by_the_cache(tmp_path: Path, p
     assert len(prepared(train=str(folder)).train) < 3
     laid_out(folder, ["validation.jsonl"])
     assert len(prepared(train=str(folder)).train) == 3
-
-
-def test_rows_for_validation_are_not_trained_too(tmp_path: Path, prepared: Any) -> None:
-    folder = laid_out(tmp_path / "corpus", ["train.jsonl", "validation.jsonl"])
-    with refusal(DataError, "validation.jsonl:"):
+    with refusal(DataError, "validation.jsonl:"):  # its rows are not trained too
         prepared(train=[str(folder), f"{folder}/validation.jsonl"])
 
 
-@pytest.mark.parametrize(
-    ("found", "cure"),
-    [
-        ({"train_a": ["a.jsonl"], "train_b": ["b.jsonl"]}, r"such as `a\.jsonl`"),
-        ({"test": ["t.jsonl", "u.jsonl"]}, r"such as `t\.jsonl`"),
+def test_a_file_of_the_first_split_is_named_where_files_are_known() -> None:
+    for found, cure in (
+        ({"train_a": ["a.jsonl"], "train_b": ["b.jsonl"]}, "such as `a.jsonl`"),
+        ({"test": ["t.jsonl", "u.jsonl"]}, "such as `t.jsonl`"),
         ({"test": None}, "hf download"),
-    ],
-)
-def test_a_file_of_the_first_split_is_named_where_files_are_known(found: dict[str, object], cure: str) -> None:
-    with pytest.raises(DataError, match=cure):
-        splits.chosen(found, "train", "rows")
+    ):
+        with refusal(DataError, cure):
+            splits.chosen(found, "train", "rows")

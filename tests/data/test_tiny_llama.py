@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY_LLAMA = Path(__file__).parents[2] / "data" / "tiny-llama"
-
-CONVERSATION = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What does `textwrap.fill` do?"},
-    {"role": "assistant", "content": "\n  It wraps a paragraph – ünïcode too."},
-    {"role": "user", "content": "And `textwrap.wrap`?"},
-    {"role": "assistant", "content": " It returns lines."},
-]
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +33,6 @@ def test_the_weights_are_small_and_as_recorded(model: Any, record: dict[str, Any
     weight_bytes = (TINY_LLAMA / "model.safetensors").stat().st_size
     assert weight_bytes == record["weight_bytes"] <= 4_000_000
     assert model.num_parameters() == record["parameters"]
-
-
-def test_it_has_the_architecture_of_a_current_base_model(model: Any) -> None:
-    assert model.config.architectures == ["LlamaForCausalLM"]
     assert model.config.num_key_value_heads < model.config.num_attention_heads
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     linear_layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
@@ -78,15 +65,6 @@ def test_the_recorded_loss_is_the_loss_of_the_weights(model: Any, tokenizer: Any
     assert loss == pytest.approx(record["held_out_loss_nats_per_token"], abs=0.5)
 
 
-def test_the_recorded_figures_are_plausible(record: dict[str, Any]) -> None:
-    loss = record["held_out_loss_nats_per_token"]
-    unigram_loss = record["held_out_unigram_loss_nats_per_token"]
-    assert 1.0 < loss < unigram_loss - 1.5
-    assert unigram_loss < math.log(2048)
-    settings = record["settings"]
-    assert record["tokens_seen"] == (settings["steps"] * settings["batch_sequences"] * settings["sequence_tokens"])
-
-
 def test_chat_tokens_can_be_told_apart_by_frozen_embeddings(model: Any, tokenizer: Any) -> None:
     embeddings = model.get_input_embeddings().weight.detach()
     chat_tokens = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|pad|>"])
@@ -98,34 +76,3 @@ def test_chat_tokens_can_be_told_apart_by_frozen_embeddings(model: Any, tokenize
 def test_any_text_survives_the_tokenizer(tokenizer: Any) -> None:
     for text in ["\n  a\n\n\tb  c ", "é 中文 🙂 don't\r\n ok", " leading", "trailing \n"]:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_the_chat_template_is_chatml(tokenizer: Any) -> None:
-    assert tokenizer.apply_chat_template(CONVERSATION[:2], tokenize=False, add_generation_prompt=True) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nWhat does `textwrap.fill` do?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
-def test_the_assistant_mask_covers_replies_and_their_end_of_turn(tokenizer: Any) -> None:
-    rendered = tokenizer.apply_chat_template(CONVERSATION, return_assistant_tokens_mask=True, return_dict=True)
-    pairs = zip(rendered["input_ids"], rendered["assistant_masks"], strict=True)
-    trained = [token for token, mask in pairs if mask]
-    replies = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]
-    assert tokenizer.decode(trained) == "".join(reply + "<|im_end|>" for reply in replies)
-
-
-@pytest.mark.parametrize("reply", [2, 4])
-def test_a_prompt_is_a_token_prefix_of_the_conversation(tokenizer: Any, reply: int) -> None:
-    prompt = tokenizer.apply_chat_template(CONVERSATION[:reply], add_generation_prompt=True, return_dict=True)[
-        "input_ids"
-    ]
-    conversation = tokenizer.apply_chat_template(CONVERSATION[: reply + 1], return_dict=True)["input_ids"]
-    assert conversation[: len(prompt)] == prompt
-
-
-def test_it_generates(model: Any, tokenizer: Any) -> None:
-    prompt = tokenizer("Return a", return_tensors="pt")
-    generated = model.generate(**prompt, max_new_tokens=8, do_sample=False)
-    assert generated.shape[1] > prompt["input_ids"].shape[1]
