@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import TINY
 from messages import refusal
 from packed import packed
 
-from finetune import cli
 from finetune.config import DataSection, ModelSection
 from finetune.data import sources
 from finetune.data.compressed import COMPRESSIONS
@@ -26,7 +25,6 @@ from finetune.errors import DataError
 from finetune.model.source.tokenizer import load_tokenizer
 
 CORPUS = Path(__file__).parent / "broken"
-TINY = Path(__file__).parents[2] / "configs" / "tiny_cpu.yaml"
 
 # The file, and for each line of its message how it begins and a word that it must have.
 BROKEN: dict[str, list[tuple[str, str]]] = {
@@ -174,29 +172,23 @@ def test_a_folder_of_broken_files_tells_of_more_than_the_first(tmp_path: Path, t
 
 # -- what is packed --------------------------------------------------------------------------------------------------
 
-SOUND = "".join(json.dumps({"text": f"Line {number}, {number**3}."}) + "\n" for number in range(30_000)).encode()
+SOUND = "".join(json.dumps({"text": f"Line {number}, {number**3}."}) + "\n" for number in range(10_000)).encode()
 
 
 @pytest.mark.slow
-def test_a_compressed_file_that_is_cut_off_is_reported_with_the_line_it_stops_near(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
+def test_a_compressed_file_that_is_cut_off_is_reported_with_the_line_it_stops_near(tmp_path: Path) -> None:
     for ending in COMPRESSIONS:
-        with subtests.test(ending=ending):
-            path = tmp_path / f"rows.jsonl{ending}"
-            path.write_bytes(packed(SOUND, ending)[:-5000])
-            read: list[sources.Row] = []
-            with refusal(DataError, "cut off") as caught:
-                read.extend(sources.rows(str(path)))
-            assert str(caught.value).startswith(f"{path}:{len(read) + 1}: ")
-            assert 1000 < len(read) < 30_000
+        path = tmp_path / f"rows.jsonl{ending}"
+        path.write_bytes(packed(SOUND, ending)[:-5000])
+        read: list[sources.Row] = []
+        with refusal(DataError, "cut off") as caught:
+            read.extend(sources.rows(str(path)))
+        assert str(caught.value).startswith(f"{path}:{len(read) + 1}: ")
+        assert 1000 < len(read) < 10_000
 
 
-@pytest.mark.parametrize("damage", ["cut", "offsets", "bytes"])
 @pytest.mark.parametrize("kind", ["stream", "file"])
-def test_a_damaged_arrow_file_is_reported_and_crashes_nothing(
-    kind: str, damage: str, tmp_path: Path, tokenizer: Any
-) -> None:
+def test_a_damaged_arrow_file_is_reported_and_crashes_nothing(kind: str, tmp_path: Path, tokenizer: Any) -> None:
     import pyarrow
 
     path = tmp_path / "rows.arrow"
@@ -206,14 +198,14 @@ def test_a_damaged_arrow_file_is_reported_and_crashes_nothing(
         writer.write_table(table)
     whole = path.read_bytes()
     text = whole.index(b"Line 0Line 1")
-    changed = {
-        "cut": whole[: text + 3000],
-        "offsets": whole[: text - 100] + b"\x7f" * 60 + whole[text - 40 :],
-        "bytes": whole[:text] + b"\xff" * 10 + whole[text + 10 :],
-    }[damage]
-    path.write_bytes(changed)
-    [line] = refused(path, tokenizer)
-    assert line.startswith("rows.arrow: not an Arrow file or stream, or damaged")
+    for damaged in (
+        whole[: text + 3000],  # cut off
+        whole[: text - 100] + b"\x7f" * 60 + whole[text - 40 :],  # the offsets
+        whole[:text] + b"\xff" * 10 + whole[text + 10 :],
+    ):
+        path.write_bytes(damaged)
+        [line] = refused(path, tokenizer)
+        assert line.startswith("rows.arrow: not an Arrow file or stream, or damaged")
 
 
 def test_a_folder_without_readable_files_is_refused_with_the_known_endings(tmp_path: Path, tokenizer: Any) -> None:
@@ -228,22 +220,17 @@ def test_a_folder_without_readable_files_is_refused_with_the_known_endings(tmp_p
 # -- as the command line tells it ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cut_off.jsonl", "latin1.csv", "empty.jsonl", "thirty.jsonl", "text.parquet"])
+@pytest.mark.parametrize("name", ["empty.jsonl", "thirty.jsonl"])
 def test_training_stops_with_exit_code_3_before_it_loads_a_weight(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loaded(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr("finetune.model.build.load_base", loaded)
     run = tmp_path / "run"
-    job = ["train", str(TINY), f"data.train={CORPUS / name}", "data.eval=none", f"output.dir={run}"]
-    monkeypatch.setattr(sys, "argv", ["finetune", *job])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    output = capsys.readouterr().err
-    assert stopped.value.code == 3
+    code, _, output = call("train", TINY, f"data.train={CORPUS / name}", "data.eval=none", f"output.dir={run}")
+    assert code == 3
     assert output.startswith("error: ")
     assert all(beginning in output and word in output for beginning, word in BROKEN[name])
-    assert "Traceback" not in output
     assert not run.exists()

@@ -31,7 +31,7 @@ from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.source.vision import Vision, of
 
-SIZES = 150
+SIZES = 60
 
 
 @pytest.fixture(scope="module", params=seeing.FAMILIES)
@@ -56,20 +56,16 @@ def test_tokens_from_a_size_are_those_that_the_processor_makes(seen: tuple[Any, 
         assert of_size.image_tokens[0] in own
 
 
-@pytest.mark.parametrize(
-    ("family", "pixels"), [("qwen3_vl", 24 * 24), ("idefics3", 40 * 40), ("internvl", 2 * 32 * 32)]
-)
-def test_a_bound_on_pixels_is_kept_by_tokens_and_pixels_alike(family: str, pixels: int, tmp_path: Path) -> None:
-    bounded, free = (of_base(seeing.base(tmp_path, family), **{"data.image_pixels": bound}) for bound in (pixels, None))
-    assert 0 < len(bounded.text(240, 80)) < len(free.text(240, 80))
-    made = bounded.pixels([Image.new("RGB", (80, 240), "red")])["pixel_values"]
-    # Each of Qwen's patches is of two frames; Idefics and InternVL have the whole image beside the tiles.
-    assert made.numel() <= 3 * 2 * pixels
-
-
-def test_a_bound_where_pixels_are_fixed_is_refused(tmp_path: Path) -> None:
+def test_a_bound_on_pixels_is_kept_by_tokens_and_pixels_alike_or_refused(tmp_path: Path) -> None:
+    for family, pixels in (("qwen3_vl", 24 * 24), ("idefics3", 40 * 40), ("internvl", 2 * 32 * 32)):
+        folder = seeing.base(tmp_path / family, family)
+        bounded, free = (of_base(folder, **{"data.image_pixels": bound}) for bound in (pixels, None))
+        assert 0 < len(bounded.text(240, 80)) < len(free.text(240, 80))
+        made = bounded.pixels([Image.new("RGB", (80, 240), "red")])["pixel_values"]
+        # Each of Qwen's patches is of two frames; Idefics and InternVL have the whole image beside the tiles.
+        assert made.numel() <= 3 * 2 * pixels
     with refusal(ConfigError, "makes the same pixels of any image"):
-        of_base(seeing.base(tmp_path, "gemma3"), **{"data.image_pixels": 100})
+        of_base(seeing.base(tmp_path / "gemma3", "gemma3"), **{"data.image_pixels": 100})
 
 
 def of_base(folder: Path, **changes: Any) -> Vision:
@@ -97,38 +93,33 @@ TWO = [RowImage(path="a.png"), RowImage(path="b.png")]
 PARTS = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        chat([{"type": "image", "path": "a.png"}, PARTS[1], {"type": "image", "image": "b.png"}]),
-        chat([{"type": "image_url", "image_url": {"url": "a.png"}}, PARTS[1], {"type": "image", "url": "b.png"}]),
-        chat(PARTS, images=["a.png", {"path": "b.png", "bytes": None}]),
-        chat("<image>and<image>", images=["a.png", "b.png"]),
-        {
-            "conversations": [{"from": "human", "value": "<image>and<image>"}, {"from": "gpt", "value": "red"}],
-            "images": ["a.png", "b.png"],
-        },
-        {"instruction": "<image>and<image>", "output": "red", "images": ["a.png", "b.png"]},
-        {
-            "prompt": [{"role": "user", "content": PARTS}], "completion": [{"role": "assistant", "content": "red"}],
-            "images": ["a.png", "b.png"],
-        },
-    ],
-)  # fmt: skip
-def test_each_way_of_naming_images_is_read_alike(row: dict[str, Any]) -> None:
-    content = read(row)
-    assert list(content.images) == TWO
-    assert content.messages[0]["content"] == PARTS
-    assert content.messages[1]["content"] == "red"
+NAMED = [
+    chat([{"type": "image", "path": "a.png"}, PARTS[1], {"type": "image", "image": "b.png"}]),
+    chat([{"type": "image_url", "image_url": {"url": "a.png"}}, PARTS[1], {"type": "image", "url": "b.png"}]),
+    chat(PARTS, images=["a.png", {"path": "b.png", "bytes": None}]),
+    chat("<image>and<image>", images=["a.png", "b.png"]),
+    {
+        "conversations": [{"from": "human", "value": "<image>and<image>"}, {"from": "gpt", "value": "red"}],
+        "images": ["a.png", "b.png"],
+    },
+    {"instruction": "<image>and<image>", "output": "red", "images": ["a.png", "b.png"]},
+    {
+        "prompt": [{"role": "user", "content": PARTS}], "completion": [{"role": "assistant", "content": "red"}],
+        "images": ["a.png", "b.png"],
+    },
+]  # fmt: skip
 
 
-def test_images_without_a_place_come_before_the_first_question() -> None:
+def test_each_way_of_naming_images_is_read_alike() -> None:
+    for row in NAMED:
+        content = read(row)
+        assert list(content.images) == TWO
+        assert content.messages[0]["content"] == PARTS
+        assert content.messages[1]["content"] == "red"
+    # Images without a place come before the first question, and a mark in a row without images is text.
     content = read(chat("which?", image="a.png"))
     assert content.images == (TWO[0],)
     assert content.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "which?"}]
-
-
-def test_a_mark_in_a_row_without_images_is_text() -> None:
     assert read(chat("<image>")).messages[0]["content"] == "<image>"
 
 
@@ -211,14 +202,16 @@ def test_a_row_is_never_cut_within_its_images(base: Path, tmp_path: Path) -> Non
         prepared(base, tmp_path, rows, max_length=48, too_long="error")
 
 
-@pytest.mark.parametrize("ending", ["jpg", "png", "webp", "tiff"])
-def test_a_photograph_is_upright(ending: str, base: Path, tmp_path: Path) -> None:
+def test_a_photograph_is_upright(base: Path, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    Image.new("RGB", (32, 16)).save(tmp_path / f"a.{ending}", exif=exif)
-    row = prepared(base, tmp_path, [chat(PARTS[:1], image=f"a.{ending}")]).train[0]["images"][0]
-    assert (row["height"], row["width"]) == (32, 16)
-    assert images.decoded(row).size == (16, 32)
+    names = [f"a.{ending}" for ending in ("jpg", "png", "webp", "tiff")]
+    for name in names:
+        Image.new("RGB", (32, 16)).save(tmp_path / name, exif=exif)
+    for row in prepared(base, tmp_path, [chat(PARTS[:1], image=name) for name in names]).train:
+        [image] = row["images"]
+        assert (image["height"], image["width"]) == (32, 16)
+        assert images.decoded(image).size == (16, 32)
 
 
 # -- from Python -----------------------------------------------------------------------------------------------------
@@ -227,21 +220,23 @@ def test_a_photograph_is_upright(ending: str, base: Path, tmp_path: Path) -> Non
 PICTURE = Image.effect_noise((24, 16), 90).convert("RGB")
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        PICTURE,
-        np.array(PICTURE),
-        PICTURE.convert("RGBA"),
-        {"bytes": encoded(PICTURE), "path": None},
+def test_images_and_arrays_from_python_are_the_files_that_they_would_be(base: Path) -> None:
+    shapes = [
+        PICTURE, np.array(PICTURE), PICTURE.convert("RGBA"), {"bytes": encoded(PICTURE), "path": None},
         Image.open(io.BytesIO(encoded(PICTURE))),
-    ],
-)
-def test_images_and_arrays_from_python_are_the_files_that_they_would_be(given: Any, base: Path, tmp_path: Path) -> None:
-    rows = [chat([{"type": "image", "image": given}]), chat(PARTS[:1], images=[given]), chat("which?", image=given)]
+    ]  # fmt: skip
+    rows = [
+        row
+        for given in shapes
+        for row in (
+            chat([{"type": "image", "image": given}]), chat(PARTS[:1], images=[given]), chat("which?", image=given)
+        )
+    ]  # fmt: skip
     data = DataSection(train=in_memory.given(rows, "train"), eval="none", max_length=256)
     tokenizer = load_tokenizer(ModelSection(name=str(base), vision="frozen"), data)
-    for row in prepare(data, tokenizer, of_base(base)).train:
+    train = prepare(data, tokenizer, of_base(base)).train
+    assert len(train) == len(rows)
+    for row in train:
         [image] = row["images"]
         assert images.decoded(image).tobytes() == PICTURE.tobytes()
 
@@ -262,7 +257,7 @@ def test_rows_of_different_images_from_python_have_different_names() -> None:
     assert again == different[0]
 
 
-@pytest.mark.parametrize("given", [np.zeros((4, 4), "uint16"), np.zeros((4, 4, 3), "float32"), np.zeros(4, "uint8")])
-def test_arrays_that_are_no_images_are_refused(given: Any) -> None:
-    with pytest.raises(RowError, match=r"`image`.*(8 bits a channel|of uint8)"):
-        read(chat("which?", image=given))
+def test_arrays_that_are_no_images_are_refused() -> None:
+    for given in (np.zeros((4, 4), "uint16"), np.zeros((4, 4, 3), "float32"), np.zeros(4, "uint8")):
+        with pytest.raises(RowError, match=r"`image`.*(8 bits a channel|of uint8)"):
+            read(chat("which?", image=given))

@@ -102,9 +102,9 @@ def test_compressed_rows_are_read_back_exactly_or_refused(ending: str, tmp_path:
     path, whole = tmp_path / f"rows.jsonl{ending}", two_streams(ending)
     assert read(path, whole) == ROWS
     first = packed(json_lines(ROWS[:30]), ending)  # cut off right behind it, a file is whole
-    found = [read(path, damaged) for damaged in mutations(whole, 300) if damaged != first]
+    found = [read(path, damaged) for damaged in mutations(whole, 200) if damaged != first]
     assert all(rows in (None, ROWS) for rows in found)
-    assert found.count(None) > 270
+    assert found.count(None) > 180
 
 
 @pytest.mark.parametrize("ending", COMPRESSIONS)
@@ -163,9 +163,9 @@ COUNTED = {
 def test_a_damaged_column_file_never_gives_fewer_rows(name: str, tmp_path: Path) -> None:
     path, whole = tmp_path / name, COUNTED[name]()
     assert read(path, whole) == ROWS
-    found = [read(path, damaged) for damaged in mutations(whole, 300)]
+    found = [read(path, damaged) for damaged in mutations(whole, 200)]
     assert all(rows is None or len(rows) == len(ROWS) for rows in found)
-    assert found.count(None) > 120
+    assert found.count(None) > 80
 
 
 def test_an_arrow_stream_that_ends_between_two_batches_is_refused(tmp_path: Path) -> None:
@@ -200,11 +200,11 @@ TEXT: dict[str, tuple[bytes, Callable[[bytes], int]]] = {
 def test_each_line_of_damaged_text_is_a_row_or_a_problem(name: str, tmp_path: Path) -> None:
     whole, rows_in = TEXT[name]
     refused = 0
-    for damaged in mutations(whole, 300):
+    for damaged in mutations(whole, 200):
         rows = read(tmp_path / name, damaged)
         refused += rows is None
         assert rows is None or len(rows) == rows_in(damaged) or (name == "rows.csv" and b'"' in damaged)
-    assert refused > 60
+    assert refused > 40
 
 
 def test_lines_that_end_in_carriage_returns_alone_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:

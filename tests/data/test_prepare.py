@@ -65,22 +65,11 @@ def test_rows_tokens_and_trained_tokens_are_counted(write: Write, tokenizer: Any
     assert prepared.train["length"][:] == [length(1, 1), length(2, 4)]
     assert prepared.eval is None
     assert prepared.eval_counts is None
-
-
-def test_each_row_has_its_ids_labels_and_length(write: Write, tokenizer: Any) -> None:
-    prepared = prepare(DataSection(train=write([chat("Hi", "one")]), eval="none"), tokenizer)
-    [row] = prepared.train
-    assert (
-        tokenizer.decode(row["input_ids"]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n"
-    )
+    row = prepared.train[0]
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n"
+    assert tokenizer.decode(row["input_ids"]) == text
     assert [tokenizer.decode([label]) for label in row["labels"] if label != IGNORE] == ["one", "<|im_end|>"]
     assert row["length"] == len(row["input_ids"]) == len(row["labels"])
-
-
-def test_a_row_of_the_longest_length_is_left_whole(write: Write, tokenizer: Any) -> None:
-    source = write([chat("Hi", "one")])
-    counts = prepare(DataSection(train=source, eval="none", max_length=length(1, 1)), tokenizer).train_counts
-    assert (counts.truncated, counts.longest) == (0, length(1, 1))
 
 
 def test_a_longer_row_loses_its_prompt_before_its_answer_and_is_counted(write: Write, tokenizer: Any) -> None:
@@ -132,32 +121,25 @@ def test_longer_rows_may_be_split_and_pieces_with_nothing_to_train_are_left_out(
 
 def test_longer_rows_may_stop_the_run_with_their_location(write: Write, tokenizer: Any) -> None:
     source = write([chat("Hi", "one"), chat("one " * 20, "two")])
-    said = message(DataSection(train=source, eval="none", max_length=16, too_long="error"), tokenizer)
-    assert said.startswith(f"{source}:2: the row has ")
-    assert "over `data.max_length` 16" in said
+    section = DataSection(train=source, eval="none", max_length=16, too_long="error")
+    with refusal(DataError, f"{source}:2: the row has ", "over `data.max_length` 16"):
+        prepare(section, tokenizer)
 
 
-def test_an_empty_answer_is_dropped_and_listed(write: Write, tokenizer: Any, subtests: pytest.Subtests) -> None:
-    for row in [
-        {"text": ""},
-        {"text": " \n"},
-        chat("Hi", ""),
-        chat("Hi", "  "),
-        {"prompt": "Hi", "completion": " "},
-        {"instruction": "Hi", "output": ""},
-    ]:
-        with subtests.test(row=row):
-            source = write([row])
-            full = write([chat("Hi", "one")], "eval.jsonl")
-            assert prepare(DataSection(train=full, eval="none"), tokenizer).train_counts.affected == []
-            assert "1 rows dropped (1 empty answer)" in message(DataSection(train=source, eval="none"), tokenizer)
-
-
-def test_a_row_with_one_empty_answer_among_others_is_kept(write: Write, tokenizer: Any) -> None:
-    source = write([{"messages": [*chat("Hi", "")["messages"], *chat("Why?", "so")["messages"]]}])
-    assert prepare(DataSection(train=source, eval="none"), tokenizer).train_counts.affected == []
-    ends_blank = write([{"messages": [*chat("Hi", "so")["messages"], *chat("Why?", "")["messages"]]}])
-    assert "1 empty answer" in message(DataSection(train=ends_blank, eval="none", loss_on="last"), tokenizer)
+def test_an_empty_answer_is_dropped_and_listed(write: Write, tokenizer: Any) -> None:
+    ends_blank = [*chat("Hi", "so")["messages"], *chat("Why?", "")["messages"]]
+    for loss_on, row in (
+        *(("assistant", row) for row in (
+            {"text": ""}, {"text": " \n"}, chat("Hi", ""), chat("Hi", "  "), {"prompt": "Hi", "completion": " "},
+            {"instruction": "Hi", "output": ""},
+        )),
+        ("last", {"messages": ends_blank}),
+    ):  # fmt: skip
+        section = DataSection(train=write([row]), eval="none", loss_on=loss_on)
+        with refusal(DataError, "1 rows dropped (1 empty answer)"):
+            prepare(section, tokenizer)
+    for kept in (chat("Hi", "one"), {"messages": [*chat("Hi", "")["messages"], *chat("Why?", "so")["messages"]]}):
+        assert prepare(DataSection(train=write([kept]), eval="none"), tokenizer).train_counts.affected == []
 
 
 def test_a_row_with_every_answer_switched_off_is_dropped_and_listed(write: Write, tokenizer: Any) -> None:
@@ -170,29 +152,17 @@ def test_a_row_with_every_answer_switched_off_is_dropped_and_listed(write: Write
     assert counts.affected == [Affected(f"{masked}:1", "dropped", UNTRAINED, 2)]
 
 
-def test_duplicates_are_counted_and_dropped_where_that_is_asked(
-    write: Write, tokenizer: Any, subtests: pytest.Subtests
-) -> None:
-    """By tokens and labels, whatever the rows look like."""
-    for policy, rows in [("keep", 4), ("drop", 2)]:
-        with subtests.test(policy=policy):
-            source = write([chat("Hi", "one"), chat("Hi", "two"), {**chat("Hi", "one"), "id": 3}, chat("Hi", "one")])
-            counts = prepare(DataSection(train=source, eval="none", duplicates=policy), tokenizer).train_counts
-            assert (counts.rows, counts.duplicates) == (rows, 2)
-            assert [row.place for row in counts.affected] == [f"{source}:3", f"{source}:4"]
-            assert {row.what for row in counts.affected} == {"kept" if policy == "keep" else "dropped"}
-
-
-def test_a_row_that_its_weight_repeats_is_not_a_duplicate_of_itself(
-    write: Write, tokenizer: Any, subtests: pytest.Subtests
-) -> None:
-    for policy, rows in [("keep", 8), ("drop", 4)]:
-        with subtests.test(policy=policy):
-            source = write([chat("Hi", "one"), chat("Hi", "two"), chat("Hi", "one"), chat("Hi", "two")])
-            section = DataSection(train=[Source(source=source, weight=2)], eval="none", duplicates=policy)
-            counts = prepare(section, tokenizer).train_counts
-            assert (counts.rows, counts.duplicates) == (rows, 4)
-            assert [row.place for row in counts.affected] == [f"{source}:{line}" for line in (3, 3, 4, 4)]
+def test_duplicates_are_counted_and_dropped_where_that_is_asked(write: Write, tokenizer: Any) -> None:
+    """By tokens and labels, whatever the rows look like; a row that its weight repeats is none of itself."""
+    rows = [chat("Hi", "one"), chat("Hi", "two"), {**chat("Hi", "one"), "id": 3}, chat("Hi", "one")]
+    source = write(rows)
+    for policy, weight, left in (("keep", 1, 4), ("drop", 1, 2), ("keep", 2, 8), ("drop", 2, 4)):
+        train = [Source(source=source, weight=weight)]
+        counts = prepare(DataSection(train=train, eval="none", duplicates=policy), tokenizer).train_counts
+        assert (counts.rows, counts.duplicates) == (left, 2 * weight)
+        places = [f"{source}:{line}" for line in (3, 4) for _ in range(weight)]
+        assert [row.place for row in counts.affected] == places
+        assert {row.what for row in counts.affected} == {"kept" if policy == "keep" else "dropped"}
 
 
 def test_rows_of_both_splits_are_listed_with_their_split(write: Write, tokenizer: Any) -> None:
@@ -203,26 +173,24 @@ def test_rows_of_both_splits_are_listed_with_their_split(write: Write, tokenizer
     ]
 
 
-def test_dropping_every_row_is_an_error_with_count_and_cause(write: Write, tokenizer: Any) -> None:
-    source = write([chat("one " * 20, "two")] * 3)
-    said = message(DataSection(train=source, eval="none", max_length=16, too_long="drop"), tokenizer)
-    assert "3 rows dropped (3 over data.max_length)" in said
-    assert "`data.max_length` 16" in said
-    assert "`data.too_long` drop" in said
-    assert source in said
+def test_dropping_every_row_of_a_split_is_an_error_with_count_and_cause(write: Write, tokenizer: Any) -> None:
+    long, whole = [chat("one " * 20, "two")] * 3, write([chat("Hi", "one")], "whole.jsonl")
+    source = write(long)
+    for section, parts in (
+        (
+            {"train": source, "eval": "none"},
+            ["3 rows dropped (3 over data.max_length)", "`data.too_long` drop", source],
+        ),
+        ({"train": whole, "eval": source}, ["no held-out row", "`data.eval"]),
+    ):
+        with refusal(DataError, *parts):
+            prepare(DataSection(**section, max_length=16, too_long="drop"), tokenizer)
 
 
 def test_rows_that_teach_nothing_are_refused(write: Write, tokenizer: Any) -> None:
     """The first token has no predecessor, so that of a single word nothing but its end is trained."""
-    said = message(DataSection(train=write([{"text": "one"}] * 2), eval="none"), tokenizer)
-    assert "teaches nothing: the trained tokens of its 2 rows" in said
-
-
-def test_dropping_every_evaluation_row_is_an_error(write: Write, tokenizer: Any) -> None:
-    train, held_out = write([chat("Hi", "one")]), write([chat("one " * 20, "two")], "eval.jsonl")
-    said = message(DataSection(train=train, eval=held_out, max_length=16, too_long="drop"), tokenizer)
-    assert "no held-out row" in said
-    assert "`data.eval" in said
+    with refusal(DataError, "teaches nothing: the trained tokens of its 2 rows"):
+        prepare(DataSection(train=write([{"text": "one"}] * 2), eval="none"), tokenizer)
 
 
 # -- what is held out ------------------------------------------------------------------------------------------------
@@ -257,44 +225,34 @@ def test_the_share_of_a_row_depends_on_nothing_but_its_content() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("held_out", "said"),
-    [("none", "the training rows"), ("split", "the evaluation set"), ("lost", "the built-in rows")],
-)
-def test_compared_rows_are_called_what_they_are(
-    write: Write, tokenizer: Any, held_out: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compared_rows_are_called_what_they_are(write: Write, tokenizer: Any) -> None:
     source = write([chat(f"Hi {number}", "one") for number in range(20)])
-    section = DataSection(train=source, eval="auto" if held_out == "split" else "none", eval_share=0.5)
-    if held_out == "lost":
-        section = DataSection(train="python:0123456789abcdef")
-    notes: list[str] = []
-    compared = compared_rows(section, tokenizer, 3, 4, notes.append)
-    assert compared.name == said
-    assert [len(row) for row in compared.ids] == [len(row) for row in compared.labels] == [4, 4, 4]
-    assert bool(notes) == (held_out == "lost")
+    for section, said in (
+        (DataSection(train=source, eval="none"), "the training rows"),
+        (DataSection(train=source, eval_share=0.5), "the evaluation set"),
+        (DataSection(train="python:0123456789abcdef"), "the built-in rows"),  # which are lost
+    ):
+        notes: list[str] = []
+        compared = compared_rows(section, tokenizer, 3, 4, notes.append)
+        assert compared.name == said
+        assert [len(row) for row in compared.ids] == [len(row) for row in compared.labels] == [4, 4, 4]
+        assert bool(notes) == (said == "the built-in rows")
 
 
-def test_without_evaluation_every_row_is_trained(write: Write, tokenizer: Any) -> None:
+def test_rows_are_held_out_as_the_evaluation_says(write: Write, tokenizer: Any) -> None:
     section = DataSection(train=write(MANY[:50]), eval="none", eval_share=0.5)
     assert prepare(section, tokenizer).train_counts.rows == 50
     assert ids(held_out_rows(section, tokenizer)) == list(range(50))
-
-
-def test_an_evaluation_file_is_held_out_whole_and_nothing_else_is(write: Write, tokenizer: Any) -> None:
+    # An evaluation file is held out whole and nothing else is; it may be of another format.
     section = DataSection(train=write(MANY[:20]), eval=write(MANY[20:25], "eval.jsonl"), eval_share=0.5)
     prepared = prepare(section, tokenizer)
-    assert prepared.train_counts.rows == 20
     assert prepared.eval_counts is not None
-    assert prepared.eval_counts.rows == 5
+    assert (prepared.train_counts.rows, prepared.eval_counts.rows) == (20, 5)
     assert ids(held_out_rows(section, tokenizer)) == [20, 21, 22, 23, 24]
-
-
-def test_the_evaluation_file_may_be_of_another_format(write: Write, tokenizer: Any) -> None:
     section = DataSection(train=write([{"text": "one one"}]), eval=write([chat("Hi", "two")], "eval.jsonl"))
-    prepared = prepare(section, tokenizer)
-    assert prepared.eval is not None
-    assert tokenizer.decode([label for label in prepared.eval[0]["labels"] if label != IGNORE]) == "two<|im_end|>"
+    held_out = prepare(section, tokenizer).eval
+    assert held_out is not None
+    assert tokenizer.decode([label for label in held_out[0]["labels"] if label != IGNORE]) == "two<|im_end|>"
 
 
 def sides(tokenizer: Any, source: str, **options: Any) -> tuple[list[str], list[str]]:
@@ -303,29 +261,23 @@ def sides(tokenizer: Any, source: str, **options: Any) -> tuple[list[str], list[
     return [row.fields["text"] for row in train], [row.fields["text"] for row in held_out or ()]
 
 
-@pytest.mark.slow
-def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(
-    write: Write, tokenizer: Any, subtests: pytest.Subtests
-) -> None:
-    for rows in [2, 3, 40]:
-        for share in [1e-9, 0.02, 0.5, 1 - 1e-9]:
-            with subtests.test(rows=rows, share=share):
-                for number in range(2):
-                    texts = [f"{number} {row}" for row in range(rows)] * 2
-                    source = write([{"text": text} for text in texts], f"{number}.jsonl")
-                    train, held_out = sides(tokenizer, source, eval_share=share)
-                    assert train
-                    assert held_out
-                    assert sorted(train + held_out) == sorted(texts)
-                    assert not {*train} & {*held_out}  # equal rows share a fate
-                    by_hash = [row.fields["text"] for row in sources.rows(source) if row.share() < share]
-                    if 0 < len(by_hash) < len(texts):
-                        assert held_out == by_hash
-                    else:
-                        assert len(held_out if not by_hash else train) == 2  # one, and its equal
-                    assert sides(
-                        tokenizer, write([{"text": text} for text in reversed(texts)], "other.jsonl"), eval_share=share
-                    ) == (train[::-1], held_out[::-1])
+def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(write: Write, tokenizer: Any) -> None:
+    for rows in (2, 3, 40):
+        for share in (1e-9, 0.02, 0.5, 1 - 1e-9):
+            texts = [f"{row}" for row in range(rows)] * 2
+            source = write([{"text": text} for text in texts])
+            train, held_out = sides(tokenizer, source, eval_share=share)
+            assert train
+            assert held_out
+            assert sorted(train + held_out) == sorted(texts)
+            assert not {*train} & {*held_out}  # equal rows share a fate
+            by_hash = [row.fields["text"] for row in sources.rows(source) if row.share() < share]
+            if 0 < len(by_hash) < len(texts):
+                assert held_out == by_hash
+            else:
+                assert len(held_out if not by_hash else train) == 2  # one, and its equal
+            other = write([{"text": text} for text in reversed(texts)], "other.jsonl")
+            assert sides(tokenizer, other, eval_share=share) == (train[::-1], held_out[::-1])
 
 
 @pytest.mark.parametrize(
@@ -335,7 +287,7 @@ def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(
 def test_ten_different_rows_are_held_out_to_judge_an_adapter_by_where_they_can_be_spared(
     rows: int, share: float, held_out: int, write: Write, tokenizer: Any
 ) -> None:
-    texts = [{"text": "so " * (number + 1)} for number in range(rows)]
+    texts = [{"text": " ".join(("so", "one")[int(bit)] for bit in f"{number:08b}")} for number in range(rows)]
     source = write(texts * 2)  # each of them twice: a copy says nothing more of an adapter
     below = sum(row.share() < share for row in map(sources.Row, ["x"] * rows, texts))
     assert below < 10, "the hash was meant to give fewer"
@@ -351,80 +303,63 @@ def test_as_many_as_the_share_says_are_held_out_where_that_is_enough_to_judge_by
     assert ids(held_out) == [row.fields["id"] for row in sources.rows(source) if row.share() < 0.02]
 
 
-def test_rows_that_are_all_equal_are_all_trained_with_a_warning(
-    write: Write, tokenizer: Any, subtests: pytest.Subtests
-) -> None:
-    for share in [1e-9, 0.5, 1 - 1e-9]:
-        with subtests.test(share=share):
-            section = DataSection(train=write([{"text": "one two"}] * 3), eval_share=share)
-            prepared = prepare(section, tokenizer)
-            assert (prepared.train_counts.rows, prepared.eval, prepared.eval_counts) == (3, None, None)
-            assert "no held-out row is left" in str(prepared.warning)
-            assert all(
-                remedy in str(prepared.warning) for remedy in ("`data.eval`", "`data.eval_share`", "`data.eval: none`")
-            )
-            assert len(list(held_out_rows(section, tokenizer))) == 3
-            with refusal(DataError, "no held-out row is left"):
-                prepare_held_out(section, tokenizer)
+def test_rows_that_are_all_equal_are_all_trained_with_a_warning(write: Write, tokenizer: Any) -> None:
+    for share in (1e-9, 0.5, 1 - 1e-9):
+        section = DataSection(train=write([{"text": "one two"}] * 3), eval_share=share)
+        prepared = prepare(section, tokenizer)
+        assert (prepared.train_counts.rows, prepared.eval, prepared.eval_counts) == (3, None, None)
+        for part in ("no held-out row is left", "`data.eval`", "`data.eval_share`", "`data.eval: none`"):
+            assert part in str(prepared.warning)
+        assert len(list(held_out_rows(section, tokenizer))) == 3
+        with refusal(DataError, "no held-out row is left"):
+            prepare_held_out(section, tokenizer)
 
 
 def test_a_broken_file_is_reported_also_if_no_row_would_be_held_out(write: Write, tokenizer: Any) -> None:
     source = write([{"text": "one"}, {"txt": "two"}])
     with open(source, "a") as file:
         file.write("{\n")
-    said = message(DataSection(train=source, eval_share=1e-9), tokenizer)
-    assert f"{source}:2: " in said
-    assert f"{source}:3:2: " in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("taught", [1, 2, 3])
-def test_neither_split_consists_of_untrained_rows_alone(
-    taught: int, write: Write, tokenizer: Any, subtests: pytest.Subtests
-) -> None:
-    silent = {"role": "assistant", "content": "no", "train": False}
-    for share in [1e-9, 0.1, 0.9, 1 - 1e-9]:
-        with subtests.test(share=share):
-            for number in range(2):
-                empty, long = chat(f"Hi {number}", ""), chat(f"Hi {number}", "one " * 40)
-                untrained = {"messages": [{"role": "user", "content": f"Hi {number}"}, silent]}
-                rows = [empty, long, untrained, *(chat(f"Hi {number}", "so " * (n + 1)) for n in range(taught))]
-                section = DataSection(train=write(rows), eval_share=share, max_length=24, too_long="drop")
-                prepared = prepare(section, tokenizer)
-                assert prepared.train_counts.rows >= 1
-                assert bool(prepared.eval) == (taught > 1)
-                held_out = [row.location for row in held_out_rows(section, tokenizer)]
-                assert (len(held_out) == len(rows)) == (taught == 1), "all rows are trained where none is held out"
-
-
-def test_rows_with_errors_are_held_out_like_others_and_reported(write: Write, tokenizer: Any) -> None:
+    with refusal(DataError, f"{source}:2: ", f"{source}:3:2: "):
+        prepare(DataSection(train=source, eval_share=1e-9), tokenizer)
     section = DataSection(train=write([{"question": str(number)} for number in range(20)]))
     with refusal(DataError, "no format has the fields question"):
         prepare_held_out(section, tokenizer)
 
 
+@pytest.mark.parametrize("taught", [1, 2, 3])
+def test_neither_split_consists_of_untrained_rows_alone(taught: int, write: Write, tokenizer: Any) -> None:
+    silent = {"role": "assistant", "content": "no", "train": False}
+    for number, share in enumerate((1e-9, 0.1, 0.9, 1 - 1e-9)):
+        empty, long = chat(f"Hi {number}", ""), chat(f"Hi {number}", "one " * 40)
+        untrained = {"messages": [{"role": "user", "content": f"Hi {number}"}, silent]}
+        rows = [empty, long, untrained, *(chat(f"Hi {number}", "so " * (n + 1)) for n in range(taught))]
+        section = DataSection(train=write(rows), eval_share=share, max_length=24, too_long="drop")
+        prepared = prepare(section, tokenizer)
+        assert prepared.train_counts.rows >= 1
+        assert bool(prepared.eval) == (taught > 1)
+        held_out = [row.location for row in held_out_rows(section, tokenizer)]
+        assert (len(held_out) == len(rows)) == (taught == 1), "all rows are trained where none is held out"
+
+
 # -- errors have a place ---------------------------------------------------------------------------------------------
 
 
-def test_a_row_of_another_format_than_the_first_is_reported(write: Write, tokenizer: Any) -> None:
+def test_a_wrong_row_is_reported_with_its_file_line_and_field(write: Write, tokenizer: Any) -> None:
     source = write([{"text": "one"}, chat("Hi", "one")])
-    assert message(DataSection(train=source, eval="none"), tokenizer) == (
-        f"{source}:2: `text` is missing in rows of the format `text`; name its column in `data.columns`, or their "
-        "format in `data.format`"
-    )
-
-
-def test_a_named_format_is_held_against_every_row(write: Write, tokenizer: Any) -> None:
+    with refusal(DataError, f"{source}:2: `text` is missing in rows of the format `text`", "`data.format`"):
+        prepare(DataSection(train=source, eval="none"), tokenizer)
+    # A named format is held against every row.
     source = write([{"text": "one two", "instruction": "x", "output": "y"}, {"text": "one two"}])
     assert prepare(DataSection(train=source, eval="none", format="text"), tokenizer).train_counts.rows == 2
-    said = message(DataSection(train=source, eval="none", format="alpaca"), tokenizer)
-    assert said.startswith(f"{source}:2: `instruction` is missing in rows of the format `alpaca`; ")
-
-
-def test_a_wrong_evaluation_row_is_reported_with_its_own_file(write: Write, tokenizer: Any) -> None:
-    section = DataSection(train=write([{"text": "one"}]), eval=write([{"text": 5}], "eval.jsonl"))
-    said = message(section, tokenizer)
-    assert said.startswith(f"{section.eval}:1: `text`")
+    with refusal(DataError, f"{source}:2: `instruction` is missing in rows of the format `alpaca`; "):
+        prepare(DataSection(train=source, eval="none", format="alpaca"), tokenizer)
+    held_out = write([{"text": 5}], "eval.jsonl")
+    with refusal(DataError, f"{held_out}:1: `text`"):
+        prepare(DataSection(train=write([{"text": "one"}]), eval=held_out), tokenizer)
+    # One that its weight repeats is reported once.
+    source = write([{"text": "one"}, {"text": 5}])
+    section = DataSection(train=[Source(source=source, weight=3)], eval="none")
+    assert message(section, tokenizer) == f"{source}:2: `text` must be text, not a number"
 
 
 def test_all_wrong_rows_and_lines_are_reported_in_order(write: Write, tokenizer: Any) -> None:
@@ -457,12 +392,6 @@ def test_problems_are_reported_in_row_order_whichever_thread_finds_them(
                 wrong = [number for number in range(2, 4 * count + 1) if number % 4 != 1]
                 assert sorted(found) == wrong[:20]
                 assert ("stopped after 20 problems" in problems[-1]) == (count == 9)
-
-
-def test_a_wrong_row_repeated_by_its_weight_is_reported_once(write: Write, tokenizer: Any) -> None:
-    source = write([{"text": "one"}, {"text": 5}])
-    said = message(DataSection(train=[Source(source=source, weight=3)], eval="none"), tokenizer)
-    assert said == f"{source}:2: `text` must be text, not a number"
 
 
 # -- several sources -------------------------------------------------------------------------------------------------
@@ -511,29 +440,18 @@ def test_sources_without_rows_are_named(write: Write, tokenizer: Any) -> None:
 
 def test_columns_are_mapped_before_the_format_is_detected(write: Write, tokenizer: Any) -> None:
     source = write([{"question": "Why?", "answer": "so"}])
-    columns = {"instruction": "question", "output": "answer"}
-    [row] = prepare(DataSection(train=source, eval="none", columns=columns), tokenizer).train
+    section = DataSection(train=source, eval="none", columns={"instruction": "question", "output": "answer"})
+    [row] = prepare(section, tokenizer).train
     assert tokenizer.decode([label for label in row["labels"] if label != IGNORE]) == "so<|im_end|>"
-    section = DataSection(train=source, eval="none", columns=columns)
     [(_, prompt, reference)] = questions(section, tokenizer)
     assert (prompt, reference) == (Chat([{"role": "user", "content": "Why?"}]), "so")
-
-
-def test_a_row_without_a_mapped_column_is_reported_with_its_location(write: Write, tokenizer: Any) -> None:
     source = write([{"question": "x", "text": "one"}, {"text": "one"}])
-    said = message(DataSection(train=source, eval="none", columns={"text": "question"}), tokenizer)
-    assert said.startswith(f"{source}:2: `data.columns` takes `text` from")
-
-
-def test_a_mapped_field_of_no_format_is_reported_with_the_known_fields(
-    write: Write, tokenizer: Any, subtests: pytest.Subtests
-) -> None:
-    for form, known in [("auto", "messages"), ("alpaca", "instruction")]:
-        with subtests.test(form=form, known=known):
-            section = DataSection(train=write([{"text": "one"}]), eval="none", format=form, columns={"qestion": "text"})
-            with refusal(ConfigError, "`data.columns`", "`qestion`") as caught:
-                prepare(section, tokenizer)
-            assert known in str(caught.value)
+    with refusal(DataError, f"{source}:2: `data.columns` takes `text` from"):
+        prepare(DataSection(train=source, eval="none", columns={"text": "question"}), tokenizer)
+    for form, known in (("auto", "messages"), ("alpaca", "instruction")):
+        section = DataSection(train=write([{"text": "one"}]), eval="none", format=form, columns={"qestion": "text"})
+        with refusal(ConfigError, "`data.columns`", "`qestion`", known):
+            prepare(section, tokenizer)
 
 
 def test_tokenized_rows_are_trained_as_they_are(write: Write, tokenizer: Any) -> None:
@@ -542,17 +460,15 @@ def test_tokenized_rows_are_trained_as_they_are(write: Write, tokenizer: Any) ->
     assert prepared.train["labels"][:] == [[IGNORE, 6, 7], [5, 6]]
 
 
-def test_tokens_of_another_tokenizer_and_shifted_labels_are_refused(
-    write: Write, tokenizer: Any, subtests: pytest.Subtests
-) -> None:
-    for row, words in [
+def test_tokens_of_another_tokenizer_and_shifted_labels_are_refused(write: Write, tokenizer: Any) -> None:
+    for row, words in (
         ({"input_ids": [5, 99_999]}, "`input_ids[1]` is 99999, but the tokenizer has"),
         ({"input_ids": [-1]}, "`input_ids[0]` is -1"),
         ({"input_ids": [5, 6, 7], "labels": [6, 7, IGNORE]}, "`labels[0]` is 6, but `input_ids[0]` is 5"),
-    ]:
-        with subtests.test(row=row):
-            source = write([row])
-            assert message(DataSection(train=source, eval="none"), tokenizer).startswith(f"{source}:1: {words}")
+    ):
+        source = write([row])
+        with refusal(DataError, f"{source}:1: {words}"):
+            prepare(DataSection(train=source, eval="none"), tokenizer)
 
 
 # -- questions -------------------------------------------------------------------------------------------------------

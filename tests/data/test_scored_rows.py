@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conversations import TWO_TURNS, assistant, user
+from jobs import sampled
 from known_templates import KNOWN, VARIANTS, texts
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
@@ -37,21 +38,15 @@ def served(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     return ids
 
 
-def test_a_conversation_has_the_tokens_of_its_template_and_the_last_one_is_scored(known: tuple[str, Any]) -> None:
+def test_a_row_has_the_tokens_of_a_server_and_the_last_one_is_scored(known: tuple[str, Any]) -> None:
     name, tokenizer = known
     for messages in (conversation(name, "Hello there."), [user("Hi")]):
         row = encode(Chat(messages), tokenizer, "end")
         ids = served(tokenizer, messages)
         assert row.input_ids == ids
         assert row.labels == [IGNORE] * (len(ids) - 1) + ids[-1:]
-
-
-def test_a_text_has_the_tokens_that_the_tokenizer_gives_whoever_asks(known: tuple[str, Any]) -> None:
-    _, tokenizer = known
     for example in (Text("Hello there. Why?"), Completion("Hello there.", " Why?")):
-        row = encode(example, tokenizer, "end")
-        assert row.input_ids == tokenizer("Hello there. Why?")["input_ids"]
-    assert encode(Tokens([5, 6, 7], labels=[IGNORE, 6, IGNORE]), tokenizer, "end").labels == [IGNORE, IGNORE, 7]
+        assert encode(example, tokenizer, "end").input_ids == tokenizer("Hello there. Why?")["input_ids"]
 
 
 def test_a_long_conversation_keeps_its_end_and_a_long_text_its_beginning(known: tuple[str, Any]) -> None:
@@ -67,8 +62,9 @@ def test_a_long_conversation_keeps_its_end_and_a_long_text_its_beginning(known: 
     assert cut.input_ids == text.input_ids[:20]
 
 
-def test_a_row_of_one_token_is_scored_and_one_of_none_is_not(known: tuple[str, Any]) -> None:
-    _, tokenizer = known
+def test_a_row_of_one_token_is_scored_and_one_of_none_is_not(byte_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = byte_tokenizer(None)
+    assert encode(Tokens([5, 6, 7], labels=[IGNORE, 6, IGNORE]), tokenizer, "end").labels == [IGNORE, IGNORE, 7]
     assert encode(Tokens([5]), tokenizer, "end").trained == 1
     assert encode(Tokens([5]), tokenizer).trained == 0
     assert encode(Tokens([]), tokenizer, "end").trained == 0
@@ -94,15 +90,17 @@ def model() -> Any:
     return sequence_head.loader(wanted)._from_config(wanted, attn_implementation=packing.EACH).eval()
 
 
-@pytest.mark.parametrize("pad", ["own", "eos"])
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    ("packed", "pad"),
+    sampled([(packed, pad) for packed in (False, True) for pad in ("own", "eos")], (False, "own"), (True, "eos")),
+)
 def test_scores_are_those_of_transformers_on_the_templates_own_text_however_rows_are_batched(
     model: Any, byte_tokenizer: Callable[..., Any], tmp_path: Path, packed: bool, pad: str, subtests: pytest.Subtests
 ) -> None:
     """With ids of one token and with prompts that both answers share."""
     model.save_pretrained(tmp_path)
     published = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    for name, variant in VARIANTS:
+    for name, variant in dict(VARIANTS).items():
         with subtests.test(name=name, variant=variant), torch.no_grad():
             tokenizer = KNOWN[name].tokenizer(byte_tokenizer, texts(name)[variant])
             if pad == "eos":
