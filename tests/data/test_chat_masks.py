@@ -38,7 +38,7 @@ def tight(unmarked: str) -> str:
     return unmarked.replace("{{- '\\n' -}}", "")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def templates(chatml: str, unmarked: str, tight: str) -> dict[str, str]:
     return {"marked": chatml, "unmarked": unmarked, "tight": tight, "plain": PLAIN_TEMPLATE}
 
@@ -79,12 +79,13 @@ def test_the_plain_template_begins_with_the_begin_token_where_there_is_one(word_
     assert ids == [with_begin.bos_token_id, *encode(Chat(TWO_TURNS), without).input_ids]
 
 
-def test_a_prompt_is_not_trained_and_its_completion_is_with_one_end(word_tokenizer: Make) -> None:
+def test_a_prompt_is_not_trained_and_its_completion_and_plain_text_are_with_one_end(word_tokenizer: Make) -> None:
     tokenizer = word_tokenizer(None)
-    example = Completion("Why? ", "Because so.")
-    assert shown(encode(example, tokenizer), tokenizer) == "Why? [Because][ ][so][.][>]"
-    assert shown(encode(example, tokenizer, "last"), tokenizer) == "Why? [Because][ ][so][.][>]"
-    assert shown(encode(example, tokenizer, "all"), tokenizer) == "[Why][?][ ][Because][ ][so][.][>]"
+    answer = "[Because][ ][so][.][>]"
+    for loss_on, prompt in (("assistant", "Why? "), ("last", "Why? "), ("all", "[Why][?][ ]")):
+        row = encode(Completion("Why? ", "Because so."), tokenizer, loss_on)
+        assert shown(row, tokenizer) == prompt + answer
+        assert shown(encode(Text("Because so."), tokenizer, loss_on), tokenizer) == answer
 
 
 def test_a_tokenizer_that_ends_every_text_does_not_end_the_prompt(word_tokenizer: Make) -> None:
@@ -97,23 +98,17 @@ def test_a_tokenizer_that_ends_every_text_does_not_end_the_prompt(word_tokenizer
     assert shown(encode(Text("so so"), tokenizer), tokenizer) == "[so][ ][so][>]"
 
 
-def test_plain_text_is_trained_whole_with_its_end(word_tokenizer: Make) -> None:
-    tokenizer = word_tokenizer(None)
-    for loss_on in ("assistant", "last", "all"):
-        assert shown(encode(Text("Because so."), tokenizer, loss_on), tokenizer) == "[Because][ ][so][.][>]"
-
-
-@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
-def test_the_trained_text_of_odd_conversations(word_tokenizer: Make, templates: dict[str, str], template: str) -> None:
-    tokenizer = word_tokenizer(templates[template])
+def test_the_trained_text_of_odd_conversations(word_tokenizer: Make, templates: dict[str, str]) -> None:
     tool = {"role": "tool", "content": "two"}
-    for messages, loss_on, expected in [
-        ([user("Hi"), assistant("Hello"), user("Why?")], "assistant", "Hello<|im_end|>"),
-        ([user("Hi"), assistant("Hello"), user("Why?")], "last", "Hello<|im_end|>"),
-        ([user("Hi"), assistant("one"), assistant("two")], "last", "two<|im_end|>"),
-        ([user("Hi"), assistant("one"), tool, assistant("so")], "assistant", "one<|im_end|>so<|im_end|>"),
-    ]:
-        assert trained_text(encode(Chat(messages), tokenizer, loss_on), tokenizer) == expected
+    for template, text in templates.items():
+        tokenizer = word_tokenizer(text)
+        for messages, loss_on, expected in [
+            ([user("Hi"), assistant("Hello"), user("Why?")], "assistant", "Hello<|im_end|>"),
+            ([user("Hi"), assistant("Hello"), user("Why?")], "last", "Hello<|im_end|>"),
+            ([user("Hi"), assistant("one"), assistant("two")], "last", "two<|im_end|>"),
+            ([user("Hi"), assistant("one"), tool, assistant("so")], "assistant", "one<|im_end|>so<|im_end|>"),
+        ]:
+            assert trained_text(encode(Chat(messages), tokenizer, loss_on), tokenizer) == expected, template
 
 
 def test_a_conversation_that_the_assistant_opens_needs_marks_or_an_empty_prompt(
@@ -131,7 +126,7 @@ def test_a_conversation_that_the_assistant_opens_needs_marks_or_an_empty_prompt(
 
 
 def test_images_of_several_turns_are_not_trained_and_the_answers_are(
-    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
+    word_tokenizer: Make, templates: dict[str, str]
 ) -> None:
     """Each has the text of its own tokens where the template writes `#`."""
     written = "message['content']|map(attribute='text', default='#')|join"
@@ -140,13 +135,12 @@ def test_images_of_several_turns_are_not_trained_and_the_answers_are(
         {"role": "user", "content": [{"type": "text", "text": text}, {"type": "image"}]} for text in ("Hi", "Why?")
     )
     images = RowImage(mark="#", text="::"), RowImage(mark="#", text=".")
-    for template in ["marked", "unmarked"]:
-        with subtests.test(template=template):
-            tokenizer = word_tokenizer(templates[template].replace("message['content']", parts))
-            example = Chat([first, assistant("one"), second, assistant("two")], images=images)
-            assert shown(encode(example, tokenizer), tokenizer) == (
-                "<user/Hi::>/<assistant/[one][>]/<user/Why?.>/<assistant/[two][>]/"
-            )
+    example = Chat([first, assistant("one"), second, assistant("two")], images=images)
+    for template in ("marked", "unmarked"):
+        tokenizer = word_tokenizer(templates[template].replace("message['content']", parts))
+        assert shown(encode(example, tokenizer), tokenizer) == (
+            "<user/Hi::>/<assistant/[one][>]/<user/Why?.>/<assistant/[two][>]/"
+        )
 
 
 # -- the end of a turn, and padding ----------------------------------------------------------------------------------
@@ -171,38 +165,29 @@ def test_padding_is_never_trained_and_the_end_of_turn_is_though_they_be_one_toke
 
 
 def test_trained_tokens_are_counted_but_the_first_which_nothing_predicts() -> None:
-    assert Segment([5, 6, 7], [5, 6, 7]).trained == 2
-    assert Segment([5, 6, 7], [IGNORE, 6, IGNORE]).trained == 1
-    assert Segment([5], [5]).trained == 0
-    assert Segment([], []).trained == 0
-
-
-def test_trained_tokens_of_segments_add_up_unless_they_go_through_the_model_apart() -> None:
+    for ids, labels, count in (
+        ([5, 6, 7], [5, 6, 7], 2), ([5, 6, 7], [IGNORE, 6, IGNORE], 1), ([5], [5], 0), ([], [], 0)
+    ):  # fmt: skip
+        assert Segment(ids, labels).trained == count
+    # Those of segments add up unless they go through the model apart.
     segments = Segment([5, 6, 7], [IGNORE, 6, 7]), Segment([5, 6], [IGNORE, 6])
     assert Encoded(segments, ("chosen", "rejected")).trained == 3
     assert Encoded(segments, ("answer", "mismatched")).trained == 2
-
-
-def test_a_cut_keeps_tokens_and_labels_together() -> None:
-    assert Segment([5, 6, 7], [IGNORE, 6, 7]).cut(2) == Segment([5, 6], [IGNORE, 6])
+    assert segments[0].cut(2) == Segment([5, 6], [IGNORE, 6])
 
 
 # -- no mask that cannot be trusted ----------------------------------------------------------------------------------
 
 
-def test_a_conversation_without_an_assistant_is_refused(
-    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
+def test_a_conversation_without_an_assistant_is_refused_unless_it_is_learnt_whole(
+    word_tokenizer: Make, templates: dict[str, str]
 ) -> None:
-    for loss_on in ["assistant", "last"]:
-        for template in ["marked", "unmarked"]:
-            tokenizer = word_tokenizer(templates[template])
-            with subtests.test(loss_on=loss_on, template=template), pytest.raises(RowError, match="no assistant turn"):
+    for template in ("marked", "unmarked"):
+        tokenizer = word_tokenizer(templates[template])
+        for loss_on in ("assistant", "last"):
+            with pytest.raises(RowError, match="no assistant turn"):
                 encode(Chat([system("Be brief."), user("Hi")]), tokenizer, loss_on)
-
-
-def test_a_conversation_without_an_assistant_may_be_learnt_whole(word_tokenizer: Make, chatml: str) -> None:
-    tokenizer = word_tokenizer(chatml)
-    assert shown(encode(Chat([user("Hi")]), tokenizer, "all"), tokenizer) == "[<][user][/][Hi][>][/]"
+        assert shown(encode(Chat([user("Hi")]), tokenizer, "all"), tokenizer) == "[<][user][/][Hi][>][/]"
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "last", "all"])
@@ -237,40 +222,33 @@ def test_a_template_whose_prompt_does_not_begin_the_conversation_is_refused(
         encode(Chat(TWO_TURNS), word_tokenizer(thinks))
 
 
-def test_an_exception_of_a_template_is_reported_for_its_row(
-    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
-) -> None:
-    for template in ["marked", "unmarked"]:
-        for loss_on in ["assistant", "all"]:
-            with subtests.test(template=template, loss_on=loss_on):
-                picky = "{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('no system role') }}{%- endif -%}"
-                tokenizer = word_tokenizer(picky + templates[template])
-                with pytest.raises(RowError, match="no system role"):
-                    encode(Chat(TWO_TURNS), tokenizer, loss_on)
-                assert encode(Chat(TWO_TURNS[1:]), tokenizer, loss_on).trained
+def test_an_exception_of_a_template_is_reported_for_its_row(word_tokenizer: Make, templates: dict[str, str]) -> None:
+    picky = "{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('no system role') }}{%- endif -%}"
+    for template in ("marked", "unmarked"):
+        tokenizer = word_tokenizer(picky + templates[template])
+        for loss_on in ("assistant", "all"):
+            with pytest.raises(RowError, match="no system role"):
+                encode(Chat(TWO_TURNS), tokenizer, loss_on)
+            assert encode(Chat(TWO_TURNS[1:]), tokenizer, loss_on).trained
 
 
-def test_a_template_with_a_syntax_error_is_reported_with_its_line(word_tokenizer: Make) -> None:
+def test_a_template_with_a_syntax_error_or_none_is_reported(word_tokenizer: Make) -> None:
     with refusal(ArtifactError, "line 1"):
         encode(Chat(TWO_TURNS), word_tokenizer("{% for message in messages %}"))
-
-
-def test_a_tokenizer_without_a_template_is_an_error_of_the_row(word_tokenizer: Make) -> None:
     with pytest.raises(RowError, match="chat template"):
         encode(Chat(TWO_TURNS), word_tokenizer(None))
 
 
 def test_no_answer_is_lost_where_the_tokenizer_trims_its_offsets(
-    byte_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
+    byte_tokenizer: Make, templates: dict[str, str]
 ) -> None:
     """Such a tokenizer (the default of byte-level post-processing) has no token at a leading space, where marks are."""
-    for answer in [" so it is", "  ", "\n so", "so"]:
-        for template in ["marked", "unmarked", "plain"]:
-            with subtests.test(answer=answer, template=template):
-                tokenizer = byte_tokenizer(templates[template], trim_offsets=True)
-                messages = [user("Hi"), assistant(answer), user("Why?"), assistant("Because")]
-                text = trained_text(encode(Chat(messages), tokenizer), tokenizer)
-                assert text.replace("<|im_end|>\n", "<|im_end|>") == f"{answer}<|im_end|>Because<|im_end|>"
+    for template in ("marked", "unmarked", "plain"):
+        tokenizer = byte_tokenizer(templates[template], trim_offsets=True)
+        for answer in (" so it is", "  ", "\n so", "so"):
+            messages = [user("Hi"), assistant(answer), user("Why?"), assistant("Because")]
+            text = trained_text(encode(Chat(messages), tokenizer), tokenizer)
+            assert text.replace("<|im_end|>\n", "<|im_end|>") == f"{answer}<|im_end|>Because<|im_end|>", template
 
 
 # -- random conversations --------------------------------------------------------------------------------------------
@@ -287,25 +265,19 @@ _CONVERSATION = st.builds(
 )
 
 
-@settings(max_examples=60)
-@given(messages=_CONVERSATION, loss_on=st.sampled_from(["assistant", "last"]))
-def test_only_what_the_assistant_said_is_trained(
-    messages: list[Message], loss_on: Any, byte_tokenizer: Make, chatml: str, tight: str
+@settings(max_examples=40)
+@given(messages=_CONVERSATION)
+def test_only_what_the_assistant_said_is_trained_and_marks_and_prefixes_give_the_same_mask(
+    messages: list[Message], byte_tokenizer: Make, templates: dict[str, str]
 ) -> None:
     said = [message["content"] + "<|im_end|>" for message in messages if message["role"] == "assistant"]
-    expected = "".join(said if loss_on == "assistant" else said[-1:])
-    for template in (chatml, tight, PLAIN_TEMPLATE):
-        tokenizer = _cached(byte_tokenizer, template)
-        assert trained_text(encode(Chat(messages), tokenizer, loss_on), tokenizer) == expected
-
-
-@settings(max_examples=60)
-@given(messages=_CONVERSATION, loss_on=st.sampled_from(["assistant", "last", "all"]))
-def test_marks_and_prefixes_give_the_same_mask(
-    messages: list[Message], loss_on: Any, byte_tokenizer: Make, chatml: str, unmarked: str
-) -> None:
-    marked = encode(Chat(messages), _cached(byte_tokenizer, chatml), loss_on)
-    assert encode(Chat(messages), _cached(byte_tokenizer, unmarked), loss_on) == marked
+    for loss_on, expected in (("assistant", "".join(said)), ("last", said[-1]), ("all", None)):
+        rows = {}
+        for name, template in templates.items():
+            tokenizer = _cached(byte_tokenizer, template)
+            rows[name] = encode(Chat(messages), tokenizer, loss_on)
+            assert expected in (None, trained_text(rows[name], tokenizer))
+        assert rows["marked"] == rows["unmarked"]
 
 
 _TOKENIZERS: dict[str, Any] = {}

@@ -24,12 +24,6 @@ from finetune.storage.rundir import RunDirectory
 Make = Callable[..., Any]
 
 
-def test_the_same_tokenizer_has_the_same_fingerprint(word_tokenizer: Make, chatml: str) -> None:
-    found = fingerprint.of(word_tokenizer(chatml))
-    assert found == fingerprint.of(word_tokenizer(chatml))
-    assert len(bytes.fromhex(found)) == 32
-
-
 def test_a_full_disk_is_an_error_of_the_system_whichever_library_writes(
     word_tokenizer: Make, chatml: str, tmp_path: Path
 ) -> None:
@@ -39,30 +33,20 @@ def test_a_full_disk_is_an_error_of_the_system_whichever_library_writes(
     assert raised.value.errno == errno.ENOSPC
 
 
-def test_template_special_tokens_and_vocabulary_each_change_it(
+def test_template_special_tokens_and_vocabulary_each_change_it_and_use_does_not(
     word_tokenizer: Make, byte_tokenizer: Make, chatml: str
 ) -> None:
     larger = word_tokenizer(chatml)
     larger.add_tokens(["new"])
-    found = {
-        fingerprint.of(tokenizer)
-        for tokenizer in (
-            word_tokenizer(chatml),
-            word_tokenizer(chatml + " "),
-            word_tokenizer(chatml, bos_token="<|im_start|>"),
-            word_tokenizer(chatml, pad_token="<unk>"),
-            byte_tokenizer(chatml),
-            larger,
-        )
-    }
-    assert len(found) == 6
-
-
-def test_padding_and_cutting_a_batch_does_not_change_it(word_tokenizer: Make, chatml: str) -> None:
-    tokenizer = word_tokenizer(chatml)
-    before = fingerprint.of(tokenizer)
-    tokenizer(["Hi", "Hi there one two"], padding=True, truncation=True, max_length=3)
-    assert fingerprint.of(tokenizer) == before
+    tokenizers = [
+        word_tokenizer(chatml), word_tokenizer(chatml + " "), word_tokenizer(chatml, bos_token="<|im_start|>"),
+        word_tokenizer(chatml, pad_token="<unk>"), byte_tokenizer(chatml), larger,
+    ]  # fmt: skip
+    found = [fingerprint.of(tokenizer) for tokenizer in tokenizers]
+    assert len(set(found)) == 6
+    assert len(bytes.fromhex(found[0])) == 32
+    tokenizers[0](["Hi", "Hi there one two"], padding=True, truncation=True, max_length=3)
+    assert found[0] == fingerprint.of(tokenizers[0]) == fingerprint.of(word_tokenizer(chatml))
 
 
 def test_a_tokenizer_without_fast_rules_is_known_by_its_vocabulary(tmp_path: Path) -> None:
@@ -73,9 +57,7 @@ def test_a_tokenizer_without_fast_rules_is_known_by_its_vocabulary(tmp_path: Pat
             self.letters = letters
             super().__init__(eos_token="$", **tokens)
 
-        @property
-        def vocab_size(self) -> int:
-            return len(self.letters)
+        vocab_size = 3
 
         def get_vocab(self) -> dict[str, int]:
             return {letter: number for number, letter in enumerate(self.letters)}
@@ -128,36 +110,29 @@ def other_tokenizer(run: RunDirectory, tiny_base: Path, tmp_path: Path) -> tuple
     return run, fingerprint.of(load_tokenizer(config.model))
 
 
-@pytest.mark.parametrize(
-    "use",
-    [lambda run: finetune.generate(run, "What is `abc`?", max_new_tokens=2), finetune.merge, finetune.evaluate],
-    ids=["generate", "merge", "evaluate"],
-)
-def test_weights_are_not_used_with_another_tokenizer(
-    other_tokenizer: tuple[RunDirectory, str], use: Callable[[RunDirectory], object]
-) -> None:
+def test_weights_are_not_used_with_another_tokenizer(other_tokenizer: tuple[RunDirectory, str]) -> None:
     run, now = other_tokenizer
-    with pytest.raises(ArtifactError) as caught:
-        use(run)
     then = fingerprint.of(load_tokenizer(ModelSection()))
-    said = str(caught.value)
-    assert said.startswith(f"{run.adapter} was trained with another tokenizer or chat template")
-    assert f"fingerprint {then[:16]} then, {now[:16]} now" in said
-    assert "copy them back" in said
-    assert "set `model.tokenizer` to it (for a finished run in its config.yaml)" in said
+    uses: list[Callable[[RunDirectory], object]] = [
+        lambda run: finetune.generate(run, "What is `abc`?", max_new_tokens=2), finetune.merge, finetune.evaluate
+    ]  # fmt: skip
+    for use in uses:
+        with refusal(
+            ArtifactError, f"{run.adapter} was trained with another tokenizer or chat template",
+            f"fingerprint {then[:16]} then, {now[:16]} now", "copy them back", "set `model.tokenizer` to it",
+        ):  # fmt: skip
+            use(run)
     assert not run.merged.exists()
     run.config_file.write_text(dump(run.config().changed({"model.tokenizer": str(run.adapter)})))
     config = run.config()
     fingerprint.check(load_tokenizer(config.model, config.data), run.adapter)
 
 
-def test_the_base_answers_with_any_tokenizer(other_tokenizer: tuple[RunDirectory, str]) -> None:
+def test_a_merged_model_is_bound_to_its_tokenizer_too_and_the_base_is_not(
+    other_tokenizer: tuple[RunDirectory, str],
+) -> None:
     run, _ = other_tokenizer
     assert isinstance(finetune.generate(run, "What is `abc`?", which="base", max_new_tokens=2), str)
-
-
-def test_a_merged_model_is_bound_to_its_tokenizer_too(other_tokenizer: tuple[RunDirectory, str]) -> None:
-    run, _ = other_tokenizer
     fingerprint.save(load_tokenizer(ModelSection()), None, run.merged)
     with refusal(ArtifactError, "another tokenizer or chat template"):
         finetune.generate(run, "What is `abc`?", which="merged", max_new_tokens=2)

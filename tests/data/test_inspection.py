@@ -75,7 +75,12 @@ def test_the_first_token_of_a_text_is_predicted_by_nothing_and_not_shown_as_trai
 def test_few_rows_are_shown_and_all_are_counted(look) -> None:
     found = look([chat("Hi", "one")] * 7)
     assert (len(found.samples), found.train.rows) == (3, 7)
-    assert len(look([chat("Hi", "one")]).samples) == 1
+    assert set(json.loads(json.dumps(found.as_dict()))) == {
+        "fingerprint", "train", "eval", "longest_place", "sources", "lengths", "batch_size", "micro_batch",
+        "micro_batch_tokens", "batchings", "worst_batch", "samples", "warning", "judges", "splits",
+        "separator", "as_chat",
+    }  # fmt: skip
+    assert found.as_dict()["samples"][0]["pieces"][9] == {"text": "one", "trained": True}
 
 
 @settings(max_examples=60)
@@ -132,25 +137,12 @@ def test_the_longest_row_is_named_by_its_location(look) -> None:
     assert found.train.longest == found.worst_batch.tokens == 100_000
 
 
-def test_the_worst_batch_is_that_of_the_forecast(look) -> None:
+def test_the_worst_batch_is_that_of_the_forecast(look, tokenizer: Any) -> None:
     lengths = [6, 10, 4, 8, 8]
     found = look([text(length // 2) for length in lengths], TrainingSection(batch_size=4, micro_batch=2))
     sizes = Sizes(lengths, [length - 1 for length in lengths])
     assert found.worst_batch == worst_batches(sizes, MicroBatching(2), 2, "the data's rows")[0]
-
-
-def test_the_fingerprint_is_that_of_the_tokenizer(look, tokenizer: Any) -> None:
-    assert look([text(2)]).fingerprint == fingerprint.of(tokenizer)
-
-
-def test_all_of_an_inspection_is_json(look) -> None:
-    found = look([chat("Hi", "one")])
-    assert set(json.loads(json.dumps(found.as_dict()))) == {
-        "fingerprint", "train", "eval", "longest_place", "sources", "lengths", "batch_size", "micro_batch",
-        "micro_batch_tokens", "batchings", "worst_batch", "samples", "warning", "judges", "splits",
-        "separator", "as_chat",
-    }  # fmt: skip
-    assert found.as_dict()["samples"][0]["pieces"][9] == {"text": "one", "trained": True}
+    assert found.fingerprint == fingerprint.of(tokenizer)
 
 
 @given(lengths=st.lists(st.integers(1, 200_000), min_size=1, max_size=60))
@@ -185,8 +177,7 @@ LONG_TAILED = [max(1, int(_LOGNORMAL.lognormvariate(4.5, 1.0))) for _ in range(2
 @pytest.mark.slow
 def test_the_padding_is_that_of_training(quick: Callable[..., Config]) -> None:
     """One epoch is really trained in each way, and its places are counted as they go through the model."""
-    for group, tokens, packed in (("true", "null", "false"), ("false", "null", "false"), ("true", 60, "false"),
-                                  ("true", "null", "true")):  # fmt: skip
+    for group, tokens, packed in (("true", "null", "false"), ("false", 60, "false"), ("true", "null", "true")):
         way = [f"training.group_by_length={group}", f"training.micro_batch_tokens={tokens}", f"data.packing={packed}"]
         model = ["quantization.kind=none", "adapter.targets=[q_proj]", "memory.checkpointing=none"]
         config = quick("training.max_steps=null", *model, *way, "data.eval=none", run=f"{group}-{tokens}-{packed}")
@@ -233,15 +224,11 @@ def test_grouping_pads_less_on_lengths_with_a_long_tail() -> None:
 
 
 def test_padding_is_the_difference_of_the_lengths_in_a_micro_batch() -> None:
-    assert {
-        batching.padding_share
-        for batching in _batchings(alone([7] * 10), ONE_SEQUENCE, TrainingSection(), DataSection())
-    } == {0.0}
-    for batching in _batchings(
-        alone([3, 9]), ONE_SEQUENCE, TrainingSection(batch_size=2, micro_batch=2), DataSection()
-    )[:-1]:
-        assert batching.padding_share == 1 - 12 / 18
-        assert batching.steps == 1
+    job = TrainingSection(), DataSection()
+    assert {one.padding_share for one in _batchings(alone([7] * 10), ONE_SEQUENCE, *job)} == {0.0}
+    pairs = TrainingSection(batch_size=2, micro_batch=2), DataSection()
+    for batching in _batchings(alone([3, 9]), ONE_SEQUENCE, *pairs)[:-1]:
+        assert (batching.padding_share, batching.steps) == (1 - 12 / 18, 1)
 
 
 def test_padding_is_that_of_the_whole_batch_while_the_micro_batch_is_auto(look) -> None:

@@ -66,16 +66,16 @@ LAYOUTS: list[tuple[str, dict[str, Any], tuple[Any, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "expected"), [pytest.param(*rest, id=name) for name, *rest in LAYOUTS])
-def test_a_pair_is_read_in_each_published_layout(row: dict[str, Any], expected: tuple[Any, Any]) -> None:
-    pair, unused = read(row, "pairs", {})
-    segments = [
-        Chat(one.messages) if isinstance(one, Chat) else one  # the prompt has no answer that could be trained
-        for one in pair.segments.values()
-    ]
-    assert tuple(segments) == expected
-    assert (list(pair.segments), pair.values) == (["chosen", "rejected"], {})
-    assert unused in ([], ["messages"])
+def test_a_pair_is_read_in_each_published_layout() -> None:
+    for name, row, expected in LAYOUTS:
+        pair, unused = read(row, "pairs", {})
+        segments = [
+            Chat(one.messages) if isinstance(one, Chat) else one  # the prompt has no answer that could be trained
+            for one in pair.segments.values()
+        ]
+        assert tuple(segments) == expected, name
+        assert (list(pair.segments), pair.values) == (["chosen", "rejected"], {})
+        assert unused in ([], ["messages"])
 
 
 def test_only_what_differs_is_trained_in_whole_conversations() -> None:
@@ -93,16 +93,13 @@ def test_a_margin_is_read_where_the_format_names_it() -> None:
         FORMATS["pairs_with_margin"].read({**row, "margin": "much"})
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
+def test_a_tie_teaches_nothing() -> None:
+    for row in (
         {"prompt": "Why?", **TEXTS, "score_chosen": 5, "score_rejected": 5.0},
         {"prompt": "Why?", "answers": [{"answer": text, "rank": 1} for text in ("a", "b")]},
-    ],
-)
-def test_a_tie_teaches_nothing(row: dict[str, Any]) -> None:
-    with pytest.raises(Unusable, match="equal scores"):
-        read(row, "pairs", {})
+    ):
+        with pytest.raises(Unusable, match="equal scores"):
+            read(row, "pairs", {})
 
 
 @pytest.mark.slow
@@ -113,7 +110,8 @@ def test_dpo_trains_on_pairs_by_default_and_says_what_it_dropped(quick, tmp_path
     rows[5] |= {"score_chosen": 1, "score_rejected": 1}
     rows[6]["rejected"] = "no " * 400
     file = write_rows(tmp_path / "pairs.jsonl", rows)
-    config = quick(f"data.train={file}", "training.objective=dpo", "data.eval=none", "training.eval_every=null")
+    short = ["data.eval=none", "training.eval_every=null", "training.max_steps=1"]
+    config = quick(f"data.train={file}", "training.objective=dpo", *short)
     assert (config.data.format, config.data.too_long) == ("pairs", "drop")
     finetune.train(config)
     run = RunDirectory(config.output.dir)
@@ -128,44 +126,30 @@ def test_dpo_trains_on_pairs_by_default_and_says_what_it_dropped(quick, tmp_path
     assert (kept.format, kept.too_long) == ("preference", "error")
 
 
-def test_a_function_may_return_pairs_for_an_objective_that_compares_them() -> None:
-    def best_of_two(row: dict[str, Any]) -> dict[str, Any]:
+def test_a_function_may_return_pairs_of_which_a_supervised_run_gets_the_answers() -> None:
+    def of_two(row: dict[str, Any]) -> dict[str, Any]:
         """Questions with two answers."""
         return {"prompt": row["q"], "chosen": row["a"], "rejected": row["b"]}
 
-    config = load_config({"data": {"train": "a.jsonl", "format": best_of_two}, "training": {"objective": "dpo"}})
-    pair, _ = read({"q": "Why? ", "a": "Because.", "b": "No."}, config.data.format, {})
-    assert pair.segments == {"chosen": Completion("Why? ", "Because."), "rejected": Completion("Why? ", "No.")}
-
-
-def test_a_function_that_returned_pairs_returns_answers_to_a_supervised_run() -> None:
-    def of_two(row: dict[str, Any]) -> dict[str, Any]:
-        return {"prompt": "Why? ", "chosen": row["a"], "rejected": row["b"]}
-
+    row = {"q": "Why? ", "a": "Because.", "b": "No."}
     values = {"data": {"train": "a.jsonl", "format": of_two}}
     compared = load_config({**values, "training": {"objective": "dpo"}})
-    supervised = load_config(values)
-    row = {"a": "Because.", "b": "No."}
-    assert list(read(row, compared.data.format, {})[0].segments) == ["chosen", "rejected"]
-    assert read(row, supervised.data.format, {})[0] == Completion("Why? ", "Because.")
+    pair, _ = read(row, compared.data.format, {})
+    assert pair.segments == {"chosen": Completion("Why? ", "Because."), "rejected": Completion("Why? ", "No.")}
+    assert read(row, load_config(values).data.format, {})[0] == Completion("Why? ", "Because.")
 
 
-def test_a_rejected_answer_beside_messages_is_listed_with_the_objective_that_reads_it(
-    quick: Any, tmp_path: Path
-) -> None:
+def test_what_another_objective_or_format_would_read_is_listed_with_it(quick: Any, tmp_path: Path) -> None:
     """As in UltraFeedback, whose messages are the chosen answer's."""
-    rows = [{"messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "kind": n} for n in range(4)]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    job = quick(f"data.train={tmp_path / 'rows.jsonl'}", "data.eval=none")
-    unused = finetune.inspect_data(job).inspection.train.unused
-    assert unused == ["chosen", "kind", f"rejected ({PREFERENCES})"]
-
-
-def test_a_margin_that_is_not_read_is_listed_with_the_format_that_reads_it(quick: Any, tmp_path: Path) -> None:
-    rows = [{"prompt": f"Why {n}? ", "chosen": "So.", "rejected": "No.", "margin": n} for n in range(4)]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    job = quick(f"data.train={tmp_path / 'rows.jsonl'}", "training.objective=reward", "data.eval=none")
-    assert finetune.inspect_data(job).inspection.train.unused == [f"margin ({MARGINS})"]
+    beside = [{"messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "kind": n} for n in range(4)]
+    margins = [{"prompt": f"Why {n}? ", "chosen": "So.", "rejected": "No.", "margin": n} for n in range(4)]
+    for rows, objective, unused in (
+        (beside, "supervised", ["chosen", "kind", f"rejected ({PREFERENCES})"]),
+        (margins, "reward", [f"margin ({MARGINS})"]),
+    ):
+        file = write_rows(tmp_path / "rows.jsonl", rows)
+        job = quick(f"data.train={file}", f"training.objective={objective}", "data.eval=none")
+        assert finetune.inspect_data(job).inspection.train.unused == unused
 
 
 def test_pairs_of_openais_export_are_read_by_every_objective() -> None:

@@ -81,12 +81,6 @@ def test_answers_are_trained_without_empty_thoughts_and_earlier_turns_not_withou
     assert not chat.encode(Chat(THOUGHT), tokenizer).lost_thoughts
 
 
-def test_a_template_that_keeps_the_thoughts_of_earlier_turns_trains_them() -> None:
-    assert trained(THOUGHTS, tokenizer_of("qwen3_8")) == [
-        "why\n</think>\n\none<|im_end|>", "how\n</think>\n\ntwo<|im_end|>"
-    ]  # fmt: skip
-
-
 def test_an_earlier_turn_that_the_template_closes_otherwise_is_trained_without_its_end() -> None:
     tokenizer = tokenizer_of("gptoss")
     assert trained(ANSWERS, tokenizer) == ["<|channel|>final<|message|>one", "<|channel|>final<|message|>two<|return|>"]
@@ -108,16 +102,16 @@ def test_a_call_ends_with_the_token_that_begins_its_result_where_nothing_else_en
 def test_a_thought_in_the_content_counts_as_one() -> None:
     inline = [user("q"), assistant("<think>\nwhy\n</think>\n\none"), user("r"), assistant("two")]
     assert trained(inline, tokenizer_of("qwen3")) == ["two<|im_end|>"]
+    kept = ["why\n</think>\n\none<|im_end|>", "how\n</think>\n\ntwo<|im_end|>"]
+    assert trained(THOUGHTS, tokenizer_of("qwen3_8")) == kept, "of a template that keeps those of earlier turns"
 
 
-@pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}])
-@pytest.mark.parametrize("questions", [("why", "r"), ("q", "why")])
-def test_a_thought_that_a_question_repeats_is_lost_all_the_same(
-    questions: tuple[str, str], arguments: dict[str, bool]
-) -> None:
-    first, second = map(user, questions)
-    messages = [first, assistant("one", "why"), second, assistant("two")]
-    assert trained(messages, tokenizer_of("qwen3", **arguments)) == ["two<|im_end|>"]
+def test_a_thought_that_a_question_repeats_is_lost_all_the_same() -> None:
+    for arguments in ({}, {"enable_thinking": False}):
+        tokenizer = tokenizer_of("qwen3", **arguments)
+        for first, second in (("why", "r"), ("q", "why")):
+            messages = [user(first), assistant("one", "why"), user(second), assistant("two")]
+            assert trained(messages, tokenizer) == ["two<|im_end|>"]
 
 
 def test_arguments_are_defaults_of_the_template_in_training_prompts_and_files(tmp_path: Path) -> None:

@@ -42,19 +42,16 @@ LAYOUTS: list[tuple[str, dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "expected"), [pytest.param(*rest, id=name) for name, *rest in LAYOUTS])
-@pytest.mark.parametrize(("label", "value"), [("label", True), ("kto_tag", False)])
-def test_an_answer_is_read_in_each_published_layout(
-    row: dict[str, Any], expected: Any, label: str, value: bool
-) -> None:
-    content, unused = read({**row, label: value}, "unpaired", {})
-    assert (dict(content.segments), content.values) == ({"answer": expected}, {"desirable": float(value)})
-    assert unused == []
+def test_an_answer_is_read_in_each_published_layout() -> None:
+    for name, row, expected in LAYOUTS:
+        for label, value in (("label", True), ("kto_tag", False)):
+            content, unused = read({**row, label: value}, "unpaired", {})
+            read_as = (dict(content.segments), content.values, unused)
+            assert read_as == ({"answer": expected}, {"desirable": float(value)}, []), name
 
 
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [
+def test_a_row_that_is_not_a_labelled_answer_is_refused_with_the_field() -> None:
+    for row, named in (
         ({"prompt": "Why?", "completion": "So."}, "`label` must be true for a desirable answer .* it is missing"),
         ({"prompt": "Why?", "completion": "So.", "label": 1}, "`label` must be true .*; not a number"),
         ({"prompt": "Why?", "completion": "So.", "label": "true"}, "a boolean of JSON or Parquet; not text"),
@@ -64,26 +61,18 @@ def test_an_answer_is_read_in_each_published_layout(
         ({"messages": [ASK, GOOD, ASK], "label": True}, "`messages` must end with the assistant's answer"),
         ({"prompt": "Why?", "label": True}, "`completion` is missing"),
         ({"prompt": "Why?", "completion": "So.", "label": True, "images": ["a.png"]}, "`images`"),
-    ],
-)
-def test_a_row_that_is_not_a_labelled_answer_is_refused_with_the_field(row: dict[str, Any], named: str) -> None:
-    with pytest.raises(RowError, match=named):
-        read(row, "unpaired", {})
+    ):
+        with pytest.raises(RowError, match=named):
+            read(row, "unpaired", {})
+    with pytest.raises(Unusable, match="equal answers"):
+        read({"prompt": "Why?", "chosen": "So.", "rejected": "So."}, "unpaired", {})
 
 
 def test_each_wrong_row_of_a_file_is_named(tmp_path: Path) -> None:
     rows = answers(5)
     rows[1]["label"], rows[3]["completion"] = "good", 7
-    with pytest.raises(DataError) as error:
+    with refusal(DataError, "rows.jsonl:2: `label` must be true", "rows.jsonl:4: `completion` must be text"):
         prepared(tmp_path, rows)
-    said = str(error.value)
-    assert "rows.jsonl:2: `label` must be true" in said
-    assert "rows.jsonl:4: `completion` must be text" in said
-
-
-def test_a_pair_of_equal_answers_teaches_nothing() -> None:
-    with pytest.raises(Unusable, match="equal answers"):
-        read({"prompt": "Why?", "chosen": "So.", "rejected": "So."}, "unpaired", {})
 
 
 # -- answers to other prompts ------------------------------------------------------------------------------------------
@@ -223,19 +212,15 @@ def test_rows_of_labelled_answers_are_refused_with_the_objective_for_them() -> N
             read(row, "pairs", columns)
 
 
-@pytest.mark.parametrize("field", [{"chosen": "So.", "rejected": "No."}, {"completion": "So.", "label": True}])
-def test_the_look_at_answers_marks_no_token_of_a_mismatched_one(
-    field: dict[str, Any], quick: Any, tmp_path: Path
-) -> None:
-    rows = [{"prompt": f"Why {number}? ", **field} for number in range(12)]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    look = finetune.inspect_data(quick(f"data.train={tmp_path / 'rows.jsonl'}", "training.objective=kto"))
-    prompt, both, *_ = look.values()["samples"]
-    assert "Why" in "".join(text for text, _ in prompt[0][1])
-    assert [any(trained for _, trained in pieces) for _, pieces, *_ in both] == [True, False]
-    assert "0 trained" in both[1][0]
-    as_chat = look.values()["samples"][-1][0][0]
-    assert "if `data.columns: {instruction: prompt}` made the rows turns" in as_chat
+def test_the_look_at_answers_marks_no_token_of_a_mismatched_one(quick: Any, tmp_path: Path) -> None:
+    for field in ({"chosen": "So.", "rejected": "No."}, {"completion": "So.", "label": True}):
+        file = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"Why {number}? ", **field} for number in range(12)])
+        look = finetune.inspect_data(quick(f"data.train={file}", "training.objective=kto"))
+        prompt, both, *_, last = look.values()["samples"]
+        assert "Why" in "".join(text for text, _ in prompt[0][1])
+        assert [any(trained for _, trained in pieces) for _, pieces, *_ in both] == [True, False]
+        assert "0 trained" in both[1][0]
+        assert "if `data.columns: {instruction: prompt}` made the rows turns" in last[0][0]
 
 
 def test_sample_questions_of_labelled_answers_are_those_with_a_desirable_one(quick: Any, tmp_path: Path) -> None:

@@ -53,25 +53,21 @@ def test_a_cell_is_read_as_text(cell: Cell, text: str, tmp_path: Path) -> None:
     assert rows(path) == [{"prompt": "Why?", "completion": text}]
 
 
-def test_dates_of_a_workbook_of_an_old_mac_count_from_1904(tmp_path: Path) -> None:
-    table = [["a"], [Xml('<c r="{}" s="1"><v>1</v></c>')]]
-    path = workbooks.write(tmp_path / "a.xlsx", {"S": table}, first_day='date1904="1"')
+def test_sheets_empty_rows_and_old_dates_are_read_as_excel_shows_them(tmp_path: Path) -> None:
+    table: list[list[Cell]] = [["a"], [Xml('<c r="{}" s="1"><v>1</v></c>')]]
+    path = workbooks.write(tmp_path / "a.xlsx", {"S": table}, first_day='date1904="1"')  # of an old Mac
     assert rows(path) == [{"a": "1904-01-02"}]
-
-
-def test_rows_and_cells_that_are_empty_are_left_out_and_count(tmp_path: Path) -> None:
-    table: list[list[Cell]] = [[], [], [None, "a", None, "b"], [], [None, None, None, "x"], [Xml('<c r="{}" s="1"/>')]]
+    # Rows and cells that are empty are left out and count.
+    table = [[], [], [None, "a", None, "b"], [], [None, None, None, "x"], [Xml('<c r="{}" s="1"/>')]]
     path = workbooks.write(tmp_path / "a.xlsx", {"Sheet1": table})
     [row] = sources.rows(str(path))
     assert (row.location, row.fields) == (f"{path}:5", {"a": "", "b": "x"})
-
-
-def test_the_only_sheet_with_rows_is_read_and_of_several_none(tmp_path: Path) -> None:
-    table: list[list[Cell]] = [["text"], ["one"]]
+    # The only sheet with rows is read, and of several none.
+    table = [["text"], ["one"]]
     assert rows(workbooks.write(tmp_path / "a.xlsx", {"Empty": [], "Rows": table})) == [{"text": "one"}]
+    assert rows(workbooks.write(tmp_path / "a.xlsx", {"Empty": []})) == []
     [said] = refused(workbooks.write(tmp_path / "a.xlsx", {"Train": table, "Notes & more": [["x"]]}))
     assert said.startswith("a.xlsx: 2 sheets have rows (Train, Notes & more)")
-    assert rows(workbooks.write(tmp_path / "a.xlsx", {"Empty": []})) == []
 
 
 ERROR = Xml('<c r="{}" s="1" t="e"><f>1/0</f><v>#DIV/0!</v></c>')
@@ -118,12 +114,9 @@ def test_no_changed_or_missing_byte_loses_or_changes_a_row_in_silence(tmp_path: 
     assert harmless < len(content) / 7 / 2
     path.write_bytes(content[:-20])
     assert refused(path)[0].startswith("a.xlsx: not an Excel workbook, damaged")
-
-
-def test_a_zip_archive_of_other_files_is_not_a_workbook(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "a.xlsx", "w") as archive:
+    with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("rows.csv", "text\none\n")
-    assert refused(tmp_path / "a.xlsx")[0].startswith("a.xlsx: not an Excel workbook, damaged")
+    assert refused(path)[0].startswith("a.xlsx: not an Excel workbook, damaged")
 
 
 def test_without_the_package_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
