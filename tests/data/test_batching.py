@@ -69,6 +69,7 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
 
 
 def test_the_order_is_the_one_of_earlier_versions_so_that_their_runs_go_on() -> None:
+    assert order(LONG_TAILED, group=False) == order([1] * len(LONG_TAILED), group=False, batch_size=3)
     for seed, epoch, expected in [
         (42, 0, [4, 1, 6, 3, 5, 7, 2, 0]), (42, 1, [5, 6, 7, 3, 0, 2, 4, 1]),
         (2**62 + 1, 0, [6, 1, 2, 3, 4, 7, 5, 0]), (2**62 + 1, 3, [2, 6, 4, 5, 7, 0, 1, 3]),
@@ -112,11 +113,6 @@ def test_the_order_of_grouped_batches_is_random_in_length() -> None:
     whole = sum(means) / len(means)
     quarters = [sum(part) / len(part) for part in batches(means, len(means) // 4)[:4]]
     assert all(abs(mean / whole - 1) < 0.35 for mean in quarters)
-
-
-def test_without_grouping_the_lengths_do_not_matter() -> None:
-    assert order(LONG_TAILED, group=False) == order([1] * len(LONG_TAILED), group=False)
-    assert order(LONG_TAILED, group=False, batch_size=3) == order(LONG_TAILED, group=False)
 
 
 def test_a_batch_of_equal_rows_still_mixes_rows_anew_each_epoch() -> None:
@@ -192,6 +188,8 @@ def test_micro_batches_by_tokens_hold_each_row_once_within_the_tokens_and_none_i
 
 def test_rows_are_sorted_before_they_are_cut_and_those_of_one_length_keep_their_order() -> None:
     assert micro_batches([9, 1, 8, 2, 7, 2], MicroBatching(2)) == [[1, 3], [5, 4], [2, 0]]
+    # Of packed rows, the best fit leaves the least room.
+    assert micro_batches([3, 6, 2, 7, 1, 11], MicroBatching(1, 10, packed=True)) == [[5], [3, 0], [1, 2, 4]]
     step = order(LONG_TAILED)[:BATCH]
     found = micro_batches([LONG_TAILED[row] for row in step], MicroBatching(4))
     assert found == batches(list(range(BATCH)), 4), "grouped rows stay as they are"
@@ -237,11 +235,6 @@ def test_packed_micro_batches_hold_each_row_once_within_the_tokens_and_none_is_l
             assert sum(trained[step[place]] for place in part) <= max(worst.trained_tokens, 0)
 
 
-def test_the_best_fit_leaves_the_least_room() -> None:
-    way = MicroBatching(1, 10, packed=True)
-    assert micro_batches([3, 6, 2, 7, 1, 11], way) == [[5], [3, 0], [1, 2, 4]]
-
-
 def test_the_largest_packed_micro_batch_is_that_of_the_rows_together() -> None:
     def worst(lengths: list[int], tokens: int, step_rows: int = 8) -> tuple[int, tuple[int, ...]]:
         way = MicroBatching(1, tokens, packed=True)
@@ -256,10 +249,11 @@ def test_the_largest_packed_micro_batch_is_that_of_the_rows_together() -> None:
 
 
 def test_where_nothing_is_known_packed_rows_fill_the_tokens() -> None:
-    [batch] = longest_batches(MicroBatching(1, 1000, packed=True), 16, 400)
-    assert (batch.tokens, batch.packed, batch.trained_tokens) == (1000, (400, 400, 200), 997)
-    [batch] = longest_batches(MicroBatching(1, 1000, packed=True), 2, 400)
-    assert (batch.tokens, batch.packed) == (800, (400, 400)), "no more rows than a step has"
+    way = MicroBatching(1, 1000, packed=True)
+    for step_rows, packed in ((16, (400, 400, 200)), (2, (400, 400))):  # no more rows than a step has
+        [batch] = longest_batches(way, step_rows, 400)
+        assert (batch.tokens, batch.packed) == (sum(packed), packed)
+        assert batch.trained_tokens == sum(packed) - len(packed)
 
 
 def test_where_nothing_is_known_packed_pairs_may_share_nothing_or_almost_all() -> None:
@@ -275,11 +269,9 @@ def test_a_packed_micro_batch_never_exceeds_its_rows_padded() -> None:
     assert MicroBatching.of(TrainingSection(micro_batch=4), data) == MicroBatching(1, 400, packed=True)
     assert MicroBatching.of(TrainingSection(micro_batch_tokens=90), data) == MicroBatching(1, 90, packed=True)
     assert MicroBatching.of(TrainingSection(micro_batch=4), DataSection()) == MicroBatching(4)
-
-
-def test_a_limit_of_tokens_is_one_of_all_segments_of_a_row() -> None:
+    # A limit of tokens is one of all segments of a row.
     pairs = RowLayout(("chosen", "rejected"))
-    packed = MicroBatching.of(TrainingSection(micro_batch=4), DataSection(packing=True, max_length=100), pairs)
+    packed = MicroBatching.of(TrainingSection(micro_batch=4), data, pairs)
     assert packed == MicroBatching(1, 800, packed=True, layout=pairs)
     assert MicroBatching(1, 100, layout=pairs).capacity(10) == 5
     assert MicroBatching(1, 100).capacity(10) == 10

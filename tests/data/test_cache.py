@@ -31,7 +31,7 @@ from finetune.data.encoded import IGNORE, Encoded, Segment
 from finetune.data.prepare import Prepared, prepare, prepare_held_out
 from finetune.data.rows import RowTable, writer
 from finetune.data.rows import mapped as map_file
-from finetune.errors import DataError
+from finetune.errors import DataError, MachineError
 from finetune.storage import files
 from finetune.storage.private import data_cache, not_private
 
@@ -78,14 +78,14 @@ def everything(prepared: Prepared) -> list[Any]:
     return [[*prepared.train], [*(prepared.eval or ())], prepared.train_counts, prepared.eval_counts]
 
 
-@pytest.mark.parametrize("variables", [{}, {"XDG_CACHE_HOME": "~/x"}, {"HF_HOME": "~/h"}, {"HF_DATASETS_CACHE": "d"}])
-def test_the_cache_is_where_datasets_has_its_own(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_where_datasets_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("XDG_CACHE_HOME", "HF_HOME", "HF_DATASETS_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    config = runpy.run_path(datasets.config.__file__)
-    assert data_cache() == config["HF_DATASETS_CACHE"]
+    for variables in ({}, {"XDG_CACHE_HOME": "~/x"}, {"HF_HOME": "~/h"}, {"HF_DATASETS_CACHE": "d"}):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert data_cache() == runpy.run_path(datasets.config.__file__)["HF_DATASETS_CACHE"]
 
 
 def test_rows_are_read_as_datasets_reads_them(tmp_path: Path) -> None:
@@ -129,6 +129,7 @@ def test_rows_of_many_batches_have_the_fingerprint_of_one_and_are_not_joined_for
 def test_a_second_start_finds_the_rows_of_the_first(source: Path, tokenizer: Any, kept: Path) -> None:
     job = section(source, eval="auto", eval_share=0.5)
     first = prepare(job, tokenizer)
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (kept, *kept.iterdir())} == {0o700}
     made = {file: file.stat().st_mtime_ns for file in kept.rglob("*.*")}
     second = prepare(job, tokenizer)
     assert file_of(second.train) == file_of(first.train)
@@ -139,7 +140,7 @@ def test_a_second_start_finds_the_rows_of_the_first(source: Path, tokenizer: Any
     assert file_of(held_out) == file_of(first.eval)
 
 
-def test_the_rows_are_mapped_from_their_file_with_their_types(source: Path, tokenizer: Any) -> None:
+def test_the_rows_are_mapped_from_their_file_with_their_types(source: Path, tokenizer: Any, kept: Path) -> None:
     gc.collect()  # what earlier tests left is not freed meanwhile
     before = pyarrow.total_allocated_bytes()
     rows = prepare(section(source), tokenizer).train
@@ -148,6 +149,9 @@ def test_the_rows_are_mapped_from_their_file_with_their_types(source: Path, toke
         "input_ids": ids, "labels": ids, "length": count, "trained": count, "place": text, "source": text,
     }  # fmt: skip
     assert pyarrow.total_allocated_bytes() == before
+    expected = [*rows]
+    shutil.rmtree(kept)
+    assert [*rows] == expected, "rows in use outlive their entry"
 
 
 def test_rows_left_out_are_listed_alike_by_a_second_start(tmp_path: Path, tokenizer: Any) -> None:
@@ -158,40 +162,18 @@ def test_rows_left_out_are_listed_alike_by_a_second_start(tmp_path: Path, tokeni
     assert list(prepare(job, tokenizer).affected()) == list(first.affected())
 
 
-CHANGES: dict[str, dict[str, Any]] = {
-    "max_length": {"max_length": 5},
-    "too_long": {"too_long": "drop"},
-    "duplicates": {"duplicates": "drop"},
-    "loss_on": {"loss_on": "last"},
-    "format": {"format": "text"},
-    "columns": {"columns": {"text": "text"}},
-    "eval": {"eval": "auto", "eval_share": 0.5},
-}
-
-
-@pytest.mark.parametrize("changed", CHANGES)
-def test_any_other_setting_is_prepared_anew(changed: str, source: Path, tokenizer: Any) -> None:
-    first = prepare(section(source), tokenizer)
-    second = prepare(section(source, **CHANGES[changed]), tokenizer)
-    assert file_of(second.train) != file_of(first.train)
-
-
-def test_another_share_held_out_is_prepared_anew(source: Path, tokenizer: Any) -> None:
-    first, second = (prepare(section(source, eval="auto", eval_share=share), tokenizer) for share in (0.3, 0.6))
-    assert file_of(first.train) != file_of(second.train)
-    assert file_of(first.eval) != file_of(second.eval)
-
-
-def test_another_weight_or_order_of_sources_is_prepared_anew(source: Path, tmp_path: Path, tokenizer: Any) -> None:
-    other = write_rows(tmp_path / "other.jsonl", TEXTS[:2])
-    mixes: list[Any] = [
-        [str(source)],
-        [str(source), str(other)],
-        [str(other), str(source)],
-        [str(source), Source(source=str(other), weight=2)],
-    ]
-    files = {file_of(prepare(DataSection(train=mix, eval="none"), tokenizer).train) for mix in mixes}
-    assert len(files) == len(mixes)
+def test_any_other_setting_is_prepared_anew(source: Path, tmp_path: Path, tokenizer: Any) -> None:
+    other = str(write_rows(tmp_path / "other.jsonl", TEXTS[:2]))
+    held_out = {"eval": "auto", "eval_share": 0.3}
+    changes: list[dict[str, Any]] = [
+        {}, {"max_length": 5}, {"too_long": "drop"}, {"duplicates": "drop"}, {"loss_on": "last"}, {"format": "text"},
+        {"columns": {"text": "text"}}, held_out, {**held_out, "eval_share": 0.6},
+        {"train": [str(source), other]}, {"train": [other, str(source)]},
+        {"train": [str(source), Source(source=other, weight=2)]},
+    ]  # fmt: skip
+    made = [prepare(section(source, **changed), tokenizer) for changed in changes]
+    assert len({file_of(prepared.train) for prepared in made}) == len(changes)
+    assert len({file_of(prepared.eval) for prepared in made if prepared.eval}) == 2
 
 
 def test_one_other_byte_in_a_file_is_prepared_anew(source: Path, tokenizer: Any) -> None:
@@ -204,22 +186,20 @@ def test_one_other_byte_in_a_file_is_prepared_anew(source: Path, tokenizer: Any)
     assert second.train[0]["input_ids"] != first.train[0]["input_ids"]
 
 
-def test_a_new_file_in_a_folder_is_prepared_anew(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_new_file_in_a_folder_is_prepared_anew_and_the_same_content_is_found(tmp_path: Path, tokenizer: Any) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()
     write_rows(folder / "a.jsonl", TEXTS)
-    assert prepare(section(folder), tokenizer).train_counts.rows == 9
+    first = prepare(section(folder), tokenizer)
+    write_rows(folder / "a.jsonl", TEXTS)
+    assert file_of(prepare(section(folder), tokenizer).train) == file_of(first.train)
     write_rows(folder / "b.jsonl", TEXTS)
-    assert prepare(section(folder), tokenizer).train_counts.rows == 18
+    assert prepare(section(folder), tokenizer).train_counts.rows == 2 * first.train_counts.rows == 18
 
 
-def test_a_file_written_again_with_the_same_content_is_found(source: Path, tokenizer: Any) -> None:
-    first = prepare(section(source), tokenizer)
-    write_rows(source, TEXTS)
-    assert file_of(prepare(section(source), tokenizer).train) == file_of(first.train)
-
-
-def test_another_template_or_vocabulary_is_prepared_anew(source: Path, word_tokenizer: Any, chatml: str) -> None:
+def test_another_template_vocabulary_or_version_is_prepared_anew(
+    source: Path, word_tokenizer: Any, chatml: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizers = [
         word_tokenizer(chatml),
         word_tokenizer(chatml.replace("<|im_start|>", "<|im_start|> ")),
@@ -227,15 +207,9 @@ def test_another_template_or_vocabulary_is_prepared_anew(source: Path, word_toke
         word_tokenizer(chatml, bos_token="<|im_start|>"),
     ]
     files = {file_of(prepare(section(source), tokenizer).train) for tokenizer in tokenizers}
-    assert len(files) == len(tokenizers)
-
-
-def test_another_version_of_the_preparation_prepares_anew(
-    source: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = prepare(section(source), tokenizer)
     monkeypatch.setattr(splitting, "_VERSION", splitting._VERSION + 1)
-    assert file_of(prepare(section(source), tokenizer).train) != file_of(first.train)
+    files.add(file_of(prepare(section(source), tokenizers[0]).train))
+    assert len(files) == len(tokenizers) + 1
 
 
 def test_counts_have_the_fields_of_this_version_of_the_preparation() -> None:
@@ -339,53 +313,20 @@ def test_an_entry_that_may_be_in_use_is_not_replaced(kept: Path, monkeypatch: py
     assert found.stat().st_ino == faster[1]
 
 
-def test_rows_in_use_outlive_their_entry(source: Path, tokenizer: Any, kept: Path) -> None:
-    rows = prepare(section(source), tokenizer).train
-    expected = [*rows]
-    shutil.rmtree(kept)
-    assert [*rows] == expected
-
-
 # -- the folder ------------------------------------------------------------------------------------------------------
 
 
-def test_the_entries_are_their_owners_alone(source: Path, tokenizer: Any, kept: Path) -> None:
-    prepare(section(source), tokenizer)
-    for folder in (kept, *kept.iterdir()):
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
-def writable_by_the_group(folder: Path) -> None:
-    folder.chmod(0o770)
-
-
-def writable_by_all(folder: Path) -> None:
-    folder.chmod(0o777)
-
-
-def of_another_user(folder: Path) -> None:
-    os.chown(folder, 4321, -1)
-
-
-def linked_by_another_user(folder: Path) -> None:
-    folder.rename(folder.with_name("elsewhere"))
-    folder.symlink_to("elsewhere")
-    os.chown(folder, 4321, -1, follow_symlinks=False)
-
-
-FOREIGN = [writable_by_the_group, writable_by_all, of_another_user, linked_by_another_user]
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
-foreign = [pytest.param(change, marks=as_root if "user" in change.__name__ else ()) for change in FOREIGN]
-
-
-@pytest.mark.parametrize("change", foreign)
-def test_a_folder_that_others_could_have_written_is_not_used(
-    change: Any, source: Path, tokenizer: Any, kept: Path, caplog: pytest.LogCaptureFixture
+def test_a_folder_or_entry_that_others_could_have_written_is_not_used(
+    source: Path, tokenizer: Any, kept: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = everything(first := prepare(section(source), tokenizer))
     [entry] = kept.iterdir()
+    entry.chmod(0o770)
+    assert everything(prepare(section(source), tokenizer)) == expected
+    [entry] = kept.iterdir()
+    assert not_private(entry) is None, "it is made again"
     before = {file: file.stat().st_mtime_ns for file in entry.iterdir()}
-    change(kept)
+    kept.chmod(0o777)
     found = [prepare(section(source), tokenizer) for _ in range(2)]
     assert file_of(first.train) not in {file_of(again.train) for again in found}
     assert [everything(again) for again in found] == [expected] * 2
@@ -396,37 +337,37 @@ def test_a_folder_that_others_could_have_written_is_not_used(
     assert stat.S_IMODE(cache.folder().stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("change", [change for change in foreign if change.values[0] is not linked_by_another_user])
-def test_an_entry_that_others_could_have_written_is_made_again(
-    change: Any, source: Path, tokenizer: Any, kept: Path
-) -> None:
-    expected = everything(prepare(section(source), tokenizer))
-    [entry] = kept.iterdir()
-    change(entry)
-    assert everything(prepare(section(source), tokenizer)) == expected
-    [entry] = kept.iterdir()
-    assert not_private(entry) is None
+def test_a_folder_of_the_user_is_private_and_users_do_not_share_one(kept: Path, tmp_path: Path) -> None:
+    assert str(os.geteuid()) in kept.name
+    folder, link = tmp_path / "real", tmp_path / "link"
+    folder.mkdir(mode=0o700)
+    link.symlink_to("real")
+    assert not_private(folder) is None
+    assert not_private(link) is None
+    assert not_private(tmp_path / "gone") is not None
+    for mode in (0o770, 0o777):
+        folder.chmod(mode)
+        assert not_private(folder) is not None
+        folder.chmod(0o700)
+    if os.geteuid() == 0:  # only root may give files away
+        os.chown(link, 4321, -1, follow_symlinks=False)
+        assert not_private(link) is not None
+        os.chown(folder, 4321, -1)
+        assert not_private(folder) is not None
 
 
 @pytest.mark.slow
-def test_a_process_that_may_not_use_the_folder_leaves_nothing_behind(kept: Path, tmp_path: Path) -> None:
-    kept.mkdir(parents=True)
-    kept.chmod(0o777)
+def test_an_entry_without_a_key_or_a_folder_is_removed_when_the_process_ends(kept: Path, tmp_path: Path) -> None:
+    done = elsewhere(kept, None)
+    assert Path(done.stdout.strip()).parent == kept
+    assert list(kept.iterdir()) == []
+    kept.chmod(0o777)  # which may not be used
     (tmp_path / "tmp").mkdir()
     done = elsewhere(kept, "key", start=f"import tempfile; tempfile.tempdir = {str(tmp_path / 'tmp')!r}\n")
     assert Path(done.stdout.strip()).parent.parent == tmp_path / "tmp"
     assert done.stderr.startswith(f"{kept} is not used: other users can write to it")
     assert done.stderr.count("\n") == 1
     assert list((tmp_path / "tmp").iterdir()) == list(kept.iterdir()) == []
-
-
-def test_a_folder_of_the_user_is_private_and_users_do_not_share_one(kept: Path, tmp_path: Path) -> None:
-    assert str(os.geteuid()) in kept.name
-    (tmp_path / "real").mkdir(mode=0o700)
-    (tmp_path / "link").symlink_to("real")
-    assert not_private(tmp_path / "real") is None
-    assert not_private(tmp_path / "link") is None
-    assert not_private(tmp_path / "gone") is not None
 
 
 def test_cache_entries_unused_for_long_are_removed_when_one_is_added(source: Path, tokenizer: Any, kept: Path) -> None:
@@ -487,13 +428,6 @@ def test_a_killed_process_leaves_no_valid_entry(kept: Path) -> None:
     assert not left.exists()
 
 
-@pytest.mark.slow
-def test_an_entry_without_a_key_is_removed_when_the_process_ends(kept: Path) -> None:
-    done = elsewhere(kept, None)
-    assert Path(done.stdout.strip()).parent == kept
-    assert list(kept.iterdir()) == []
-
-
 WRITER = """from finetune.data.rows import writer
     from finetune.data.encoded import Encoded, Segment
     from finetune.data.sources import Row
@@ -503,40 +437,40 @@ WRITER = """from finetune.data.rows import writer
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_reported_with_what_to_do(kept: Path) -> None:
+def test_a_full_disk_and_a_folder_that_cannot_be_made_are_reported_with_what_to_do(kept: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
     output = elsewhere(kept, "key", WRITER, limit).stdout
     assert output.startswith(f"4 {kept}: the prepared data cannot be written: File too large")
     assert "raise the limit on the size of a file" in output
     assert "free some space" not in output
-    assert "HF_DATASETS_CACHE" in output
     assert list(kept.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_cache_folder_that_cannot_be_made_is_reported_with_what_to_do(kept: Path) -> None:
-    kept.parent.parent.mkdir(exist_ok=True)
+    shutil.rmtree(kept.parent)
     kept.parent.write_text("a file stands in its place")
-    output = elsewhere(kept, "key").stdout
-    assert output.startswith(f"4 {kept}: the prepared data cannot be written: ")
-    assert "HF_DATASETS_CACHE" in output
+    with refusal(MachineError, f"{kept}: the prepared data cannot be written: ", "HF_DATASETS_CACHE"):
+        cache.entry(lambda: "key", lambda folder: write_text(folder, "content"))
 
 
 # -- bounded memory --------------------------------------------------------------------------------------------------
 
 MEASURE = """
 import sys
-from finetune.config import DataSection, ModelSection
+from finetune.config import DataSection
 from finetune.data.prepare import prepare
-from finetune.model.source.tokenizer import load_tokenizer
+
+class Ids:
+    special_tokens_map, init_kwargs, chat_template, is_fast = {}, {}, None, False
+    get_vocab = dict
+    def __len__(self):
+        return 100
+    def decode(self, ids, **_):
+        return str(ids)
 
 def peak_bytes():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
 
-tokenizer = load_tokenizer(ModelSection())
-prepare(DataSection(train=sys.argv[1], eval="none", max_length=2**14), tokenizer)
+prepare(DataSection(train=sys.argv[1], eval="none", max_length=2**14), Ids())
 before = peak_bytes()
-prepared = prepare(DataSection(train=sys.argv[2], eval="none", max_length=2**14), tokenizer)
+prepared = prepare(DataSection(train=sys.argv[2], eval="none", max_length=2**14), Ids())
 print(prepared.train_counts.tokens, peak_bytes() - before)
 """
 
@@ -545,10 +479,8 @@ print(prepared.train_counts.tokens, peak_bytes() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_more_rows_take_no_more_memory(tmp_path: Path) -> None:
     """20 times as many rows of 10,000 tokens; as lists, their ids and labels alone would take 64 MB."""
-    small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
     row = {"input_ids": [17, 18, 19, 20] * 2500}
-    write_rows(small, [row] * 20)
-    write_rows(large, [row] * 400)
+    small, large = (write_rows(tmp_path / f"{count}.jsonl", [row] * count) for count in (20, 400))
     environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", MEASURE, str(small), str(large)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

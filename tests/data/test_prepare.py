@@ -203,7 +203,10 @@ def ids(rows: Any) -> list[int]:
 
 
 def test_a_share_is_held_out_the_same_each_time_and_not_trained(write: Write, tokenizer: Any) -> None:
-    section = DataSection(train=write(MANY), eval_share=0.1)
+    source = write(MANY)
+    _, default = _splits(Preparation(DataSection(train=source), tokenizer), Problems())
+    assert ids(default) == [row.fields["id"] for row in sources.rows(source) if row.share() < 0.02]
+    section = DataSection(train=source, eval_share=0.1)
     held_out = ids(held_out_rows(section, tokenizer))
     first, second = prepare(section, tokenizer), prepare(section, tokenizer)
     assert [*first.train] == [*second.train]
@@ -220,9 +223,8 @@ def test_a_share_is_held_out_the_same_each_time_and_not_trained(write: Write, to
 def test_the_share_of_a_row_depends_on_nothing_but_its_content() -> None:
     row = sources.Row("a.jsonl:1", {"text": "one", "id": {"a": 1, "b": 2}})
     assert row.share() == sources.Row("b.json[7]", {"id": {"b": 2, "a": 1}, "text": "one"}, "b.json").share()
-    assert (
-        row.share() != sources.Row("a.jsonl:1", {"text": "one", "id": {"a": 1, "b": 3}}).share() != row.share("weight")
-    )
+    assert row.share() != sources.Row("a.jsonl:1", {"text": "one", "id": {"a": 1, "b": 3}}).share()
+    assert row.share() != row.share("weight")
 
 
 def test_compared_rows_are_called_what_they_are(write: Write, tokenizer: Any) -> None:
@@ -297,12 +299,6 @@ def test_ten_different_rows_are_held_out_to_judge_an_adapter_by_where_they_can_b
     assert prepared.judges == (held_out >= 10)
 
 
-def test_as_many_as_the_share_says_are_held_out_where_that_is_enough_to_judge_by(write: Write, tokenizer: Any) -> None:
-    source = write(MANY)
-    _, held_out = _splits(Preparation(DataSection(train=source), tokenizer), Problems())
-    assert ids(held_out) == [row.fields["id"] for row in sources.rows(source) if row.share() < 0.02]
-
-
 def test_rows_that_are_all_equal_are_all_trained_with_a_warning(write: Write, tokenizer: Any) -> None:
     for share in (1e-9, 0.5, 1 - 1e-9):
         section = DataSection(train=write([{"text": "one two"}] * 3), eval_share=share)
@@ -371,37 +367,25 @@ def test_all_wrong_rows_and_lines_are_reported_in_order(write: Write, tokenizer:
 
 
 def test_problems_are_reported_in_row_order_whichever_thread_finds_them(
-    write: Write, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+    write: Write, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader finds those of a line as it reads ahead, the format those of a field, the template those of turns."""
-    for batch in [1, 7, 256]:
-        with subtests.test(batch=batch):
-            monkeypatch.setattr(splitting, "_BATCH_ROWS", batch)
-            source = write([])
-            lines = [
-                '{"messages": [',
-                json.dumps({"messages": 5}),
-                json.dumps({"messages": [{"role": "user", "content": "Hi"}]}),
-            ]
-            good = json.dumps(chat("Hi", "one"))
-            for count in (4, 9):
-                Path(source).write_text("\n".join(line for _ in range(count) for line in (good, *lines)) + "\n")
-                problems = message(DataSection(train=source, eval="none"), tokenizer).splitlines()
-                places = [line.removeprefix(f"{source}:").split(": ")[0] for line in problems if source in line]
-                found = [int(line.split(":")[0]) for place in places for line in place.split(", ")]
-                wrong = [number for number in range(2, 4 * count + 1) if number % 4 != 1]
-                assert sorted(found) == wrong[:20]
-                assert ("stopped after 20 problems" in problems[-1]) == (count == 9)
+    source, good = write([]), json.dumps(chat("Hi", "one"))
+    turns = {"messages": [{"role": "user", "content": "Hi"}]}
+    lines = [good, '{"messages": [', json.dumps({"messages": 5}), json.dumps(turns)]
+    for batch in (1, 7, 256):
+        monkeypatch.setattr(splitting, "_BATCH_ROWS", batch)
+        for count in (4, 9):
+            Path(source).write_text("\n".join(lines * count) + "\n")
+            problems = message(DataSection(train=source, eval="none"), tokenizer).splitlines()
+            places = [line.removeprefix(f"{source}:").split(": ")[0] for line in problems if source in line]
+            found = [int(line.split(":")[0]) for place in places for line in place.split(", ")]
+            wrong = [number for number in range(2, 4 * count + 1) if number % 4 != 1]
+            assert sorted(found) == wrong[:20]
+            assert ("stopped after 20 problems" in problems[-1]) == (count == 9)
 
 
 # -- several sources -------------------------------------------------------------------------------------------------
-
-
-def test_the_format_is_detected_for_each_source(write: Write, tokenizer: Any) -> None:
-    several = [write([{"text": "one"}] * 2, "a.jsonl"), write([chat("Hi", "two")], "b.jsonl")]
-    prepared = prepare(DataSection(train=several, eval="none"), tokenizer)
-    trained = [tokenizer.decode([label for label in row["labels"] if label != IGNORE]) for row in prepared.train]
-    assert trained == ["one<|im_end|>", "one<|im_end|>", "two<|im_end|>"]
 
 
 def test_a_share_of_several_sources_is_held_out_by_hash_with_no_row_on_both_sides(write: Write, tokenizer: Any) -> None:
@@ -411,15 +395,6 @@ def test_a_share_of_several_sources_is_held_out_by_hash_with_no_row_on_both_side
     assert all(held_out.count(number) == (1 if number < 700 else 2) for number in set(held_out))
 
 
-def test_several_held_out_sources_are_read_with_the_builtin_ones_own_held_out_rows(
-    write: Write, tokenizer: Any
-) -> None:
-    held_out = [write([{"text": "one"}], "eval.jsonl"), "builtin:python_docs"]
-    section = DataSection(train=write([{"text": "two"}]), eval=held_out)
-    places = [row.location for row in held_out_rows(section, tokenizer)]
-    assert places[:2] == [f"{held_out[0]}:1", "builtin:python_docs[eval]:1"]
-
-
 def test_a_file_in_both_splits_is_refused_also_where_a_folder_hides_it(
     write: Write, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -427,6 +402,17 @@ def test_a_file_in_both_splits_is_refused_also_where_a_folder_hides_it(
     write([{"text": "two"}], "rows.jsonl")
     said = message(DataSection(train=str(tmp_path), eval=held_out), tokenizer)
     assert said.startswith(f"{held_out}: is read by both `data.train` and `data.eval`")
+
+
+def test_the_format_is_detected_for_each_source(write: Write, tokenizer: Any) -> None:
+    several = [write([{"text": "one"}] * 2, "a.jsonl"), write([chat("Hi", "two")], "b.jsonl")]
+    held_out = [write([{"text": "one two"}], "eval.jsonl"), "builtin:python_docs"]
+    prepared = prepare(DataSection(train=several, eval="none"), tokenizer)
+    trained = [tokenizer.decode([label for label in row["labels"] if label != IGNORE]) for row in prepared.train]
+    assert trained == ["one<|im_end|>", "one<|im_end|>", "two<|im_end|>"]
+    # Held-out sources too, with the built-in one's own held-out rows
+    places = [row.location for row in held_out_rows(DataSection(train=several, eval=held_out), tokenizer)]
+    assert places[:2] == [f"{held_out[0]}:1", "builtin:python_docs[eval]:1"]
 
 
 def test_sources_without_rows_are_named(write: Write, tokenizer: Any) -> None:
@@ -454,13 +440,10 @@ def test_columns_are_mapped_before_the_format_is_detected(write: Write, tokenize
             prepare(section, tokenizer)
 
 
-def test_tokenized_rows_are_trained_as_they_are(write: Write, tokenizer: Any) -> None:
+def test_tokenized_rows_are_trained_as_they_are_or_refused(write: Write, tokenizer: Any) -> None:
     source = write([{"input_ids": [5, 6, 7], "labels": [IGNORE, 6, 7]}, {"input_ids": [5, 6]}])
     prepared = prepare(DataSection(train=source, eval="none"), tokenizer)
     assert prepared.train["labels"][:] == [[IGNORE, 6, 7], [5, 6]]
-
-
-def test_tokens_of_another_tokenizer_and_shifted_labels_are_refused(write: Write, tokenizer: Any) -> None:
     for row, words in (
         ({"input_ids": [5, 99_999]}, "`input_ids[1]` is 99999, but the tokenizer has"),
         ({"input_ids": [-1]}, "`input_ids[0]` is -1"),
@@ -488,9 +471,6 @@ def test_questions_are_held_out_conversations_without_their_last_answer(write: W
         for row, prompt, answer in questions(section, tokenizer)
     ]
     assert found == [("3", "Why 0?", "so 0"), ("4", "Why 1?", "so 1")]
-
-
-def test_plain_text_asks_nothing(write: Write, tokenizer: Any) -> None:
     assert list(questions(DataSection(train=write([{"text": "one"}]), eval="none"), tokenizer)) == []
     completions = write([{"prompt": "Why?", "completion": " so"}, {"prompt": "", "completion": "so"}])
     [(_, prompt, reference)] = questions(DataSection(train=completions, eval="none"), tokenizer)
