@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from finetune.data.examples import Chat, Completion, Example, Message, RowError,
 from finetune.data.lengths import TOO_LONG
 from finetune.data.masks import marks_generation
 
-Make = Callable[..., Any]
-
 # No `<`, which opens the special tokens.
 _CONTENT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), max_size=12) | st.sampled_from(
     ["", " ", "\n", "\n\n", "\t ", " hello", "the answer \n", "assistant\n", "[INST] user [/INST]", "{{ bos_token }}"]
@@ -30,20 +27,12 @@ _CONVERSATION = st.builds(
     _SYSTEM,
     _PAIRS,
 )
-_TRIED = settings(max_examples=16)
-_TOKENIZERS: dict[tuple[str, str], Any] = {}
+_TRIED = settings(max_examples=12)
 
 
 def rendered(messages: list[Message], name: str) -> list[Message]:
     """The messages without what the template knows no place for."""
     return messages if KNOWN[name].has_system or messages[0]["role"] != "system" else messages[1:]
-
-
-def too_long(known: tuple[str, Any], messages: list[Message], data: st.DataObject, least: int) -> tuple[Segment, int]:
-    """An encoded conversation, and a limit that it is over."""
-    name, tokenizer = known
-    [whole] = encode(Chat(rendered(messages, name)), tokenizer).segments
-    return whole, data.draw(st.integers(least, len(whole.input_ids) - 1))
 
 
 def runs(labels: list[int]) -> list[tuple[int, int]]:
@@ -55,40 +44,40 @@ def runs(labels: list[int]) -> list[tuple[int, int]]:
 
 @_TRIED
 @given(messages=_CONVERSATION)
-def test_each_trained_run_is_one_answer_with_its_end_of_turn(known: tuple[str, Any], messages: list[Message]) -> None:
-    name, tokenizer = known
-    messages = rendered(messages, name)
-    encoded = encode(Chat(messages), tokenizer)
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    said = [KNOWN[name].said(messages[index]["content"], index == answers[-1]) for index in answers]
-    assert [tokenizer.decode(encoded.input_ids[start:end]) for start, end in runs(encoded.labels)] == said
-    assert encoded.labels.count(tokenizer.convert_tokens_to_ids(KNOWN[name].end)) == len(answers)
-    assert all(label in (IGNORE, token) for token, label in zip(encoded.input_ids, encoded.labels, strict=True))
-
-
-@_TRIED
-@given(messages=_CONVERSATION)
-def test_all_that_a_person_wrote_is_in_the_tokens_once_and_in_order(
+def test_each_trained_run_is_one_answer_with_its_end_of_turn_in_the_tokens_that_transformers_gives(
     known: tuple[str, Any], messages: list[Message]
 ) -> None:
     name, tokenizer = known
     messages = rendered(messages, name)
-    ids = encode(Chat(messages), tokenizer).input_ids
-    empty = encode(Chat([{**message, "content": ""} for message in messages]), tokenizer).input_ids
-    whole, at = "".join(tokenizer.decode(ids).split()), 0
-    for message in messages:
-        said = "".join(message["content"].split())
-        at = whole.index(said, at) + len(said)
-    said = "".join("".join(message["content"].split()) for message in messages)
-    assert len(whole) == len("".join(tokenizer.decode(empty).split())) + len(said) or not all(
-        message["content"].strip() for message in messages
-    )  # some templates leave out the frame of an empty message
+    every, last, whole = (encode(Chat(messages), tokenizer, loss_on) for loss_on in ("assistant", "last", "all"))
+    marked = name == "chatml" and marks_generation(tokenizer)
+    given = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=marked)
+    assert every.input_ids == last.input_ids == whole.input_ids == given["input_ids"]
+    assert all(label in (IGNORE, token) for token, label in zip(every.input_ids, every.labels, strict=True))
+    if marked:
+        assert [label != IGNORE for label in every.labels] == [bool(bit) for bit in given["assistant_masks"]]
+
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    said = [KNOWN[name].said(messages[index]["content"], index == answers[-1]) for index in answers]
+    assert [tokenizer.decode(every.input_ids[start:end]) for start, end in runs(every.labels)] == said
+    assert every.labels.count(tokenizer.convert_tokens_to_ids(KNOWN[name].end)) == len(answers)
+    assert runs(last.labels) == runs(every.labels)[-1:]
+    assert trained_tokens(every)[-len(trained_tokens(last)) :] == trained_tokens(last)
+
+    # All that a person wrote is in the tokens once and in order.
+    text, at = "".join(tokenizer.decode(every.input_ids).split()), 0
+    contents = ["".join(message["content"].split()) for message in messages]
+    for content in contents:
+        at = text.index(content, at) + len(content)
+    if all(contents):  # some templates leave out the frame of an empty message
+        empty = encode(Chat([{**message, "content": ""} for message in messages]), tokenizer).input_ids
+        assert len(text) == len("".join(tokenizer.decode(empty).split())) + len("".join(contents))
 
 
 @_TRIED
-@given(messages=_CONVERSATION, data=st.data())
+@given(messages=_CONVERSATION, loss_on=st.sampled_from(["assistant", "last", "all"]), data=st.data())
 def test_a_template_that_leaves_out_a_message_is_refused(
-    known: tuple[str, Any], messages: list[Message], data: st.DataObject
+    known: tuple[str, Any], messages: list[Message], loss_on: Any, data: st.DataObject
 ) -> None:
     name, tokenizer = known
     messages = rendered(messages, name)
@@ -98,50 +87,20 @@ def test_a_template_that_leaves_out_a_message_is_refused(
     without = f"messages[:{turn}] + [dict(messages[{turn}], content='')] + messages[{turn + 1}:]"
     try:
         tokenizer.chat_template = f"{{%- set messages = {without} -%}}" + own
-        for loss_on in ("assistant", "last", "all"):
-            with pytest.raises(RowError, match=rf"does not render `messages\[{turn}\]\.content`"):
-                encode(Chat(messages), tokenizer, loss_on)  # type: ignore[arg-type]
+        with pytest.raises(RowError, match=rf"does not render `messages\[{turn}\]\.content`"):
+            encode(Chat(messages), tokenizer, loss_on)
     finally:
         tokenizer.chat_template = own
 
 
 @_TRIED
-@given(messages=_CONVERSATION)
-def test_the_last_answer_is_the_end_of_all_answers(known: tuple[str, Any], messages: list[Message]) -> None:
+@given(messages=_CONVERSATION, data=st.data())
+def test_a_truncated_row_keeps_the_last_answer_from_its_beginning_and_pieces_train_the_same_tokens(
+    known: tuple[str, Any], messages: list[Message], data: st.DataObject
+) -> None:
     name, tokenizer = known
-    messages = rendered(messages, name)
-    every, last = (encode(Chat(messages), tokenizer, loss_on) for loss_on in ("assistant", "last"))
-    assert every.input_ids == last.input_ids
-    assert trained_tokens(every)[-len(trained_tokens(last)) :] == trained_tokens(last)
-    assert runs(last.labels) == runs(every.labels)[-1:]
-
-
-@_TRIED
-@given(messages=_CONVERSATION, data=st.data())
-def test_a_truncated_row_keeps_the_last_answer_from_its_beginning_and_no_other_in_part(
-    known: tuple[str, Any], messages: list[Message], data: st.DataObject
-) -> None:
-    whole, limit = too_long(known, messages, data, least=1)
-    what, [cut] = TOO_LONG["truncate"].apply(whole, limit)
-    assert len(cut.input_ids) == len(cut.labels) == limit
-    assume(cut.trained)
-    texts_of = [trained_text(Segment(row.input_ids[a:b], row.labels[a:b]), known[1])
-                for row in (whole, cut) for a, b in runs(row.labels)]  # fmt: skip
-    before, after = texts_of[: len(runs(whole.labels))], texts_of[len(runs(whole.labels)) :]
-    assert before[-1].startswith(after[-1].rstrip("\ufffd"))
-    assert after[:-1] == before[len(before) - len(after) : -1]
-    assert (after[-1] == before[-1]) == (what == "truncated")
-    start, end = runs(whole.labels)[-1]
-    if end - start < limit:
-        assert what == "truncated"
-
-
-@_TRIED
-@given(messages=_CONVERSATION, data=st.data())
-def test_the_pieces_of_a_split_row_train_the_same_tokens(
-    known: tuple[str, Any], messages: list[Message], data: st.DataObject
-) -> None:
-    whole, limit = too_long(known, messages, data, least=2)
+    [whole] = encode(Chat(rendered(messages, name)), tokenizer).segments
+    limit = data.draw(st.integers(2, len(whole.input_ids) - 1))
     _, pieces = TOO_LONG["split"].apply(whole, limit)
     first, *others = pieces
     assert first.input_ids + [token for piece in others for token in piece.input_ids[1:]] == whole.input_ids
@@ -149,6 +108,20 @@ def test_the_pieces_of_a_split_row_train_the_same_tokens(
     assert sum(piece.trained for piece in pieces) == whole.trained
     assert {len(piece.input_ids) for piece in pieces[:-1]} == {limit}
     assert 2 <= len(pieces[-1].input_ids) <= limit
+
+    what, [cut] = TOO_LONG["truncate"].apply(whole, limit)
+    assert len(cut.input_ids) == len(cut.labels) == limit
+    assume(cut.trained)
+    before, after = (
+        [trained_text(Segment(row.input_ids[a:b], row.labels[a:b]), tokenizer) for a, b in runs(row.labels)]
+        for row in (whole, cut)
+    )
+    assert before[-1].startswith(after[-1].rstrip("\ufffd"))
+    assert after[:-1] == before[len(before) - len(after) : -1]
+    assert (after[-1] == before[-1]) == (what == "truncated")
+    start, end = runs(whole.labels)[-1]
+    if end - start < limit:
+        assert what == "truncated"
 
 
 _ROLE = st.sampled_from(["system", "user", "assistant", "tool"])
@@ -163,7 +136,7 @@ _EXAMPLE = (
 
 @pytest.mark.slow
 @_TRIED
-@given(examples=st.lists(_EXAMPLE, max_size=6), loss_on=st.sampled_from(["assistant", "last", "all"]))
+@given(examples=st.lists(_EXAMPLE, max_size=4), loss_on=st.sampled_from(["assistant", "last", "all"]))
 def test_rows_that_are_encoded_together_come_out_as_each_by_itself(
     known: tuple[str, Any], examples: list[Example], loss_on: Any
 ) -> None:
@@ -178,19 +151,3 @@ def test_rows_that_are_encoded_together_come_out_as_each_by_itself(
 
     together = encode_all(examples, tokenizer, loss_on)
     assert [str(one) if isinstance(one, RowError) else one for one in together] == list(map(alone, examples))
-
-
-@_TRIED
-@given(messages=_CONVERSATION)
-def test_the_tokens_are_those_that_transformers_gives_and_so_are_the_marks(
-    known: tuple[str, Any], messages: list[Message]
-) -> None:
-    name, tokenizer = known
-    messages = rendered(messages, name)
-    ids = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
-    assert [encode(Chat(messages), tokenizer, loss_on).input_ids for loss_on in ("assistant", "all")] == [ids, ids]
-    if name == "chatml" and marks_generation(tokenizer):
-        marked = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        assert [label != IGNORE for label in encode(Chat(messages), tokenizer).labels] == [
-            bool(bit) for bit in marked["assistant_masks"]
-        ]
