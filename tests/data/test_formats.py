@@ -167,11 +167,6 @@ def test_each_role_is_known_by_the_name_that_templates_have_for_it() -> None:
         assert FORMATS["sharegpt"].read(row) == Chat([{"role": role, "content": "x"}]), name
 
 
-def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "cause."}]
-    assert FORMATS["messages"].read({"messages": [{**TELL, "content": parts}]}) == Chat([TELL])
-
-
 def test_calls_of_tools_need_no_content_and_their_arguments_may_be_json_text() -> None:
     written = {**CALL, "function": {"name": "add", "arguments": '{"a": 1}'}}
     tool = {"role": "tool", "content": "1", "tool_call_id": "1", "name": "add"}
@@ -231,16 +226,14 @@ def test_a_system_message_stands_before_context_and_not_beside_another() -> None
         FORMATS["messages"].read({"messages": [BRIEF, ASK, TELL], "system": "Be long."})
 
 
-def test_the_history_of_an_alpaca_row_is_earlier_turns(subtests: pytest.Subtests) -> None:
-    for history in [[["Why?", "Because."]], '[["Why?", "Because."]]']:
-        with subtests.test(history=history):
-            row = {"instruction": "So?", "input": "x", "output": "No.", "history": history}
-            asked = {"role": "user", "content": "So?\n\nx"}
-            assert FORMATS["alpaca"].read(row) == Chat([ASK, TELL, asked, LIE])
-            chosen = {"instruction": "So?", "input": "x", "history": history, "chosen": "No.", "rejected": "Yes."}
-            preferred = Chat([ASK, TELL, asked, LIE], frozenset({1}))
-            assert FORMATS["preference"].read(chosen) == preferred
-            assert FORMATS["preference"].read({**chosen, "chosen": [LIE], "rejected": [TELL]}) == preferred
+def test_the_history_of_an_alpaca_row_is_earlier_turns() -> None:
+    asked = {"role": "user", "content": "So?\n\nx"}
+    preferred = Chat([ASK, TELL, asked, LIE], frozenset({1}))
+    for history in ([["Why?", "Because."]], '[["Why?", "Because."]]'):
+        row = {"instruction": "So?", "input": "x", "history": history}
+        assert FORMATS["alpaca"].read({**row, "output": "No."}) == Chat([ASK, TELL, asked, LIE])
+        assert FORMATS["preference"].read({**row, "chosen": "No.", "rejected": "Yes."}) == preferred
+        assert FORMATS["preference"].read({**row, "chosen": [LIE], "rejected": [TELL]}) == preferred
 
 
 def test_calls_of_functions_are_calls_of_tools() -> None:
@@ -289,23 +282,19 @@ def test_answers_that_are_called_good_or_bad_are_refused_and_a_label_of_another_
         assert read({"text": "Once.", "label": 1}, "auto", {}) == (Text("Once."), ["label"])
 
 
-def test_media_that_are_not_read_are_refused_and_an_empty_field_for_them_is_not(subtests: pytest.Subtests) -> None:
-    plain = [{"text": "x"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
-    for row in [*PLAIN_ROWS, *plain]:
-        for name in ["image", "images", "videos", "audio"]:
-            with subtests.test(row=row, name=name):
-                for there in ("cat.png", ["cat.png"], {"bytes": "x"}):
-                    if name.startswith("image") and row in PLAIN_ROWS and "prompt" not in row:
-                        content, unused = read({**row, name: there}, "auto", {})
-                        assert len(content.images) == 1
-                        assert unused == []
-                        continue
-                    with pytest.raises(
-                        RowError, match=f"`{name}`: (only text is trained here|images are shown in conversations alone)"
-                    ):
+def test_media_that_are_not_read_are_refused_and_an_empty_field_for_them_is_not() -> None:
+    refused = "(only text is trained here|images are shown in conversations alone)"
+    for row in [*PLAIN_ROWS, {"text": "x"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]:
+        for name in ("image", "images", "videos", "audio"):
+            for there in ("cat.png", ["cat.png"], {"bytes": "x"}):
+                if name.startswith("image") and row in PLAIN_ROWS and "prompt" not in row:
+                    content, unused = read({**row, name: there}, "auto", {})
+                    assert (len(content.images), unused) == (1, [])
+                else:
+                    with pytest.raises(RowError, match=f"`{name}`: {refused}"):
                         read({**row, name: there}, "auto", {})
-                for absent in (None, [], ""):
-                    assert read({**row, name: absent}, "auto", {})[1] == []
+            for absent in (None, [], ""):
+                assert read({**row, name: absent}, "auto", {})[1] == []
 
 
 def test_a_preferred_answer_beside_a_conversation_is_refused() -> None:
@@ -443,15 +432,9 @@ def test_functions_without_a_wrapper_are_wrapped_in_every_layout() -> None:
         ("alpaca", {"instruction": "Why?", "output": "Because."}),
         ("preference", {"prompt": [ASK], "chosen": [TELL], "rejected": [LIE]}),
     ]
+    ways = [[bare], json.dumps([bare]), wrapped, [{"function": bare}], [anthropic], [{"type": "function", **bare}]]
     for form, row in layouts:
-        for tools in (
-            [bare],
-            json.dumps([bare]),
-            wrapped,
-            [{"function": bare}],
-            [anthropic],
-            [{"type": "function", **bare}],
-        ):
+        for tools in ways:
             assert read({**row, "tools": tools}, form, {})[0].tools == wrapped  # type: ignore[union-attr]
     for call in (
         {"id": "1", "name": "add", "arguments": {"a": 1}},
@@ -462,8 +445,9 @@ def test_functions_without_a_wrapper_are_wrapped_in_every_layout() -> None:
 
 
 def test_parts_of_other_programs_are_read_or_refused_with_how_to_write_them() -> None:
-    said = [{"type": "input_text", "text": "Wh"}, {"type": "output_text", "text": "y?"}]
-    assert FORMATS["messages"].read({"messages": [{**ASK, "content": said}, TELL]}) == Chat([ASK, TELL])
+    for first, second in (("text", "text"), ("input_text", "output_text")):
+        said = [{"type": first, "text": "Wh"}, {"type": second, "text": "y?"}]
+        assert FORMATS["messages"].read({"messages": [{**ASK, "content": said}, TELL]}) == Chat([ASK, TELL])
     for kind, cure in (
         ("tool_use", "`tool_calls`"),
         ("tool_result", "tool_call_id"),

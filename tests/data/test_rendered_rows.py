@@ -91,16 +91,15 @@ def test_a_turn_that_the_template_leaves_open_is_closed_as_in_conversations(byte
     assert parsed(Text("<|user|>Hi<|assistant|>so"), tokenizer).input_ids == expected.input_ids
 
 
-@pytest.mark.parametrize("around", AROUND)
-def test_a_text_that_no_template_has_rendered_is_as_before(byte_tokenizer: Make, around: str) -> None:
-    tokenizer = tokenizer_of(byte_tokenizer, "llama3", "ours", around)
-    words = tokenizer("Hello there", add_special_tokens=False)["input_ids"]
-    bos = [] if around == "nothing" else [tokenizer.bos_token_id]
-    for policy in ("text", "parse"):
-        for text in ("Hello there", "Hello there<|end_of_text|>"):
-            assert encode(Text(text), tokenizer, control_tokens=policy).input_ids == [
-                *bos, *words, tokenizer.eos_token_id
-            ]  # fmt: skip
-        assert prompt_ids(Completion("Hello there", ""), tokenizer, policy) == [*bos, *words]
-    escaped = encode(Text("<|begin_of_text|>Hello"), tokenizer)
-    assert escaped.input_ids.count(tokenizer.bos_token_id) == len(bos)
+def test_a_text_that_no_template_has_rendered_is_as_before(byte_tokenizer: Make) -> None:
+    for around in AROUND:
+        tokenizer = tokenizer_of(byte_tokenizer, "llama3", "ours", around)
+        words = tokenizer("Hello there", add_special_tokens=False)["input_ids"]
+        start = [*([] if around == "nothing" else [tokenizer.bos_token_id]), *words]
+        for policy in ("text", "parse"):
+            for text in ("Hello there", "Hello there<|end_of_text|>"):
+                ids = encode(Text(text), tokenizer, control_tokens=policy).input_ids
+                assert ids == [*start, tokenizer.eos_token_id], around
+            assert prompt_ids(Completion("Hello there", ""), tokenizer, policy) == start
+        escaped = encode(Text("<|begin_of_text|>Hello"), tokenizer)
+        assert escaped.input_ids.count(tokenizer.bos_token_id) == (around != "nothing")
