@@ -143,7 +143,9 @@ def sorted_like(value: Any, whole: Any) -> Any:
     """A value with the fields of its objects in the order of those of `whole`."""
     if isinstance(value, dict):
         return {key: sorted_like(value[key], whole[key]) for key in whole if key in value}
-    return [sorted_like(one, (whole * 2)[0]) for one in value] if isinstance(value, list) else value
+    if isinstance(value, list):  # of messages, of which the answers have fields of their own
+        return [sorted_like(one, whole[isinstance(one, dict) and one.get("role") == "assistant"]) for one in value]
+    return value
 
 
 def in_parts(made: Rows) -> Rows:
@@ -185,26 +187,11 @@ def qwen(byte_tokenizer: Any) -> Any:
 def test_equal_rows_give_equal_tokens_and_masks_from_every_container(
     name: str, qwen: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, suppress_health_check=list(HealthCheck))
     @given(rows(), st.booleans())
     def compare(made: Rows, parts: bool) -> None:
         # The first row has all fields, so that those of the columns are in the order of the rows'.
-        made = [
-            {"tools": None, **row}
-            for row in [
-                WHOLE,
-                *(
-                    {
-                        **row,
-                        "messages": [
-                            sorted_like(one, WHOLE["messages"][one["role"] == "assistant"]) for one in row["messages"]
-                        ],
-                        **({"tools": sorted_like(row["tools"], WHOLE["tools"])} if "tools" in row else {}),
-                    }
-                    for row in without_empty(made)
-                ),
-            ]
-        ]
+        made = [{"tools": None, **sorted_like(row, WHOLE)} for row in [WHOLE, *without_empty(made)]]
         made = in_parts(made) if parts else made
         folder = tmp_path_factory.mktemp("rows")
         assert encoded(CONTAINERS[name](made, folder), qwen) == encoded(as_json_lines(made, folder), qwen)
@@ -223,25 +210,27 @@ def arguments_of(source: str) -> list[Any]:
     return [turns[1]["tool_calls"][0]["function"]["arguments"] for turns in messages]
 
 
-@pytest.mark.parametrize("name", ["Parquet", "Arrow file", "Arrow stream", "Dataset", "IterableDataset", "pandas"])
-def test_nulls_that_a_column_fills_in_are_not_arguments(name: str, tmp_path: Path) -> None:
+def test_nulls_that_a_column_fills_in_are_not_arguments_and_those_that_are_written_stay(tmp_path: Path) -> None:
     made = [call({"b": 3}), call({"a": 1, "c": [None, {"x": 1}]}), call({"c": [{"y": "two"}]})]
-    assert arguments_of(CONTAINERS[name](made, tmp_path)) == [
-        {"b": 3}, {"a": 1, "c": [None, {"x": 1}]}, {"c": [{"y": "two"}]}
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["JSON", "CSV", "Parquet of JSON", "dicts"])
-def test_nulls_that_are_written_stay(name: str, tmp_path: Path) -> None:
-    assert arguments_of(CONTAINERS[name]([call({"a": None, "b": 3})], tmp_path)) == [{"a": None, "b": 3}]
+    for name in ("Parquet", "Arrow file", "Arrow stream", "Dataset", "IterableDataset", "pandas"):
+        assert arguments_of(CONTAINERS[name](made, tmp_path)) == [
+            {"b": 3}, {"a": 1, "c": [None, {"x": 1}]}, {"c": [{"y": "two"}]}
+        ], name  # fmt: skip
+    for name in ("JSON", "CSV", "Parquet of JSON", "dicts"):
+        assert arguments_of(CONTAINERS[name]([call({"a": None, "b": 3})], tmp_path)) == [{"a": None, "b": 3}], name
     assert arguments_of(as_parquet([call('{"b": 3, "a": null}')], tmp_path)) == [{"b": 3, "a": None}]
 
 
-def test_json_in_a_column_that_is_not_valid_is_refused_by_the_column(tmp_path: Path) -> None:
+def test_cells_that_are_not_valid_json_are_refused_by_the_column(tmp_path: Path) -> None:
     texts = pyarrow.array(['{"a": 1}', '{"a": '], pyarrow.json_())
     pyarrow.parquet.write_table(pyarrow.table({"info": texts}), tmp_path / "rows.parquet")
     with refusal(DataError, "rows.parquet[1]", "`info`"):
         list(sources.rows(str(tmp_path / "rows.parquet")))
+    said = str([{"role": "user", "content": "Why?"}])  # as Python prints it
+    with open(tmp_path / "rows.csv", "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([["chosen", "rejected"], [said, said]])
+    with refusal(DataError, "rows.csv:2", "`chosen`"):
+        list(sources.rows(str(tmp_path / "rows.csv")))
 
 
 class Wrapped(pyarrow.ExtensionType):
@@ -258,32 +247,26 @@ class Wrapped(pyarrow.ExtensionType):
         return cls(storage)
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda array: pyarrow.DictionaryArray.from_arrays([0, 1], array),
-        lambda array: pyarrow.RunEndEncodedArray.from_arrays([1, 2], array),
-        lambda array: pyarrow.ExtensionArray.from_storage(Wrapped(array.type), array),
-    ],
-)
-def test_structs_within_other_types_have_no_nulls_either_and_maps_keep_theirs(wrap: Callable[[Any], Any]) -> None:
+def test_structs_within_other_types_have_no_nulls_either_and_maps_keep_theirs() -> None:
     kind = pyarrow.struct({"a": pyarrow.string(), "map": pyarrow.map_(pyarrow.string(), pyarrow.int64())})
     structs = pyarrow.array([{"a": None, "map": {"x": None}}, {"a": "two", "map": None}], kind)
-    read = columnar.rows(pyarrow.table({"x": wrap(structs)}), "rows")
-    assert read == [{"x": {"map": {"x": None}}}, {"x": {"a": "two"}}]
+    for wrapped in (
+        pyarrow.DictionaryArray.from_arrays([0, 1], structs),
+        pyarrow.RunEndEncodedArray.from_arrays([1, 2], structs),
+        pyarrow.ExtensionArray.from_storage(Wrapped(structs.type), structs),
+    ):
+        read = columnar.rows(pyarrow.table({"x": wrapped}), "rows")
+        assert read == [{"x": {"map": {"x": None}}}, {"x": {"a": "two"}}]
 
 
-def test_rows_without_a_column_are_as_many_as_the_table_says() -> None:
-    """A damaged file may have such a table."""
-    assert columnar.rows(pyarrow.table({"text": ["one", "two"]}).select([]), "rows") == [{}, {}]
-
-
-def test_a_map_is_an_object(tmp_path: Path) -> None:
+def test_a_map_is_an_object_and_a_table_without_columns_has_its_rows(tmp_path: Path) -> None:
     kind = pyarrow.map_(pyarrow.string(), pyarrow.struct({"a": pyarrow.int64(), "b": pyarrow.string()}))
     table = pyarrow.table({"text": ["one"], "map": pyarrow.array([[("x", {"a": 1}), ("y", None)]], kind)})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     [row] = sources.rows(str(tmp_path / "rows.parquet"))
     assert row.fields["map"] == {"x": {"a": 1}, "y": None}
+    # A damaged file may have such a table.
+    assert columnar.rows(pyarrow.table({"text": ["one", "two"]}).select([]), "rows") == [{}, {}]
 
 
 def test_arguments_in_the_order_of_a_column_are_counted(qwen: Any, tmp_path: Path) -> None:
@@ -291,14 +274,6 @@ def test_arguments_in_the_order_of_a_column_are_counted(qwen: Any, tmp_path: Pat
     for source, count in ((as_parquet(made, tmp_path), 1), (as_json_lines(made, tmp_path), 0)):
         counts = prepare(DataSection(train=source, eval="none", max_length=4096), qwen).train_counts
         assert (counts.rows, counts.schema_ordered) == (2, count)
-
-
-def test_messages_in_a_cell_as_python_prints_them_are_refused(tmp_path: Path) -> None:
-    said = [{"role": "user", "content": "Why?"}]
-    with open(tmp_path / "rows.csv", "w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([["chosen", "rejected"], [str(said), str(said)]])
-    with refusal(DataError, "rows.csv:2", "`chosen`"):
-        list(sources.rows(str(tmp_path / "rows.csv")))
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -332,37 +307,30 @@ NUMERIC: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
 """By field, the format and the row with a number there."""
 
 INFINITE = float("inf")
-NUMBERS = st.sampled_from([
+NUMBERS = [
     10**400, -(10**400), 2**31, 2**63, -(2**64), INFINITE, -INFINITE, float("nan"), 1e300, -1e300, -1, True, False,
-    "1e999", "nan", "9" * 5000, "3", "-" * 3 + "5", "", None, [], {},
-]) | st.integers() | st.floats()  # fmt: skip
+    "1e999", "nan", "9" * 5000, "3", "-" * 3 + "5", "", None, [], {}, 0, 6, 300, 2**40, -0.0, 0.5, 5e-324,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NUMERIC)
 def test_any_number_in_a_row_is_read_or_refused(name: str, qwen: Any) -> None:
     form, of = NUMERIC[name]
-
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(NUMBERS)
-    def try_it(number: Any) -> None:
+    for number in NUMBERS:
         source = in_memory.given([of(number)], "data.train")
         section = DataSection(train=source, eval="none", format=form, labels=["3", "5"] if name == "class" else [])
         with contextlib.suppress(DataError):  # any other error fails
             prepare(section, qwen)
 
-    try_it()
-
 
 @pytest.mark.parametrize("name", ["margin", "score", "rank", "teacher_logprobs", "prompt_logprobs"])
-@pytest.mark.parametrize("number", ["-1e999", "1e999", "NaN", "1" + "0" * 400])
-def test_numbers_that_no_float_holds_are_refused_with_their_line(
-    name: str, number: str, qwen: Any, tmp_path: Path
-) -> None:
+def test_numbers_that_no_float_holds_are_refused_with_their_line(name: str, qwen: Any, tmp_path: Path) -> None:
     form, of = NUMERIC[name]
     file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(of("@")).replace('"@"', number) + "\n", encoding="utf-8")
-    with refusal(DataError, "rows.jsonl:1"):
-        prepare(DataSection(train=str(file), eval="none", format=form), qwen)
+    for number in ("-1e999", "1e999", "NaN", "1" + "0" * 400):
+        file.write_text(json.dumps(of("@")).replace('"@"', number) + "\n", encoding="utf-8")
+        with refusal(DataError, "rows.jsonl:1"):
+            prepare(DataSection(train=str(file), eval="none", format=form), qwen)
 
 
 def test_an_order_of_classes_takes_no_name_for_a_number() -> None:
