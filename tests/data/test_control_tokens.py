@@ -311,11 +311,7 @@ def test_the_tokens_that_open_a_turn_count_though_the_tokenizer_does_not_call_th
         name: ids.count(tokenizer.convert_tokens_to_ids(name)) for name in ("<User>", "<Bot>", "<think>", "<other>")
     }
     assert counts == {"<User>": 1, "<Bot>": 1, "<think>": 2, "<other>": 1}
-
-
-def test_tokens_that_a_template_writes_in_turns_of_tools_alone_count_too(byte_tokenizer: Make) -> None:
-    from transformers import AddedToken
-
+    # Those that it writes in turns of tools alone count too.
     text = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|result|>' + m.content }}{% else %}"
         "{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"

@@ -227,19 +227,21 @@ def test_each_trained_piece_of_a_row_that_is_split_has_the_definitions_of_its_to
             assert tokenizer.decode(piece.input_ids).count(block) == 1
 
 
-@pytest.mark.parametrize("bos", [None, "<s>", "<|im_start|>"])
-def test_a_row_that_is_cut_keeps_no_first_token_but_bos(byte_tokenizer: Make, bos: str | None) -> None:
+def test_a_row_that_is_cut_keeps_no_first_token_but_bos(byte_tokenizer: Make) -> None:
     """SmolLM's tokenizer calls ChatML's `<|im_start|>` its BOS."""
-    text = ("<s>" if bos == "<s>" else "") + "{% for m in messages %}" + (
-        "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )  # fmt: skip
-    tokenizer = byte_tokenizer(text, special=["<s>"], **({"bos_token": bos} if bos else {}))
+    )
     example = Chat([user("Why? " * 40), assistant("so")])
-    whole = encode(example, tokenizer).segments[0]
-    [head] = heads([(example, whole)], tokenizer)
-    _, [cut] = shortened(Encoded((replace(whole, head=head),)), 40, "truncate")
-    assert tokenizer.decode(cut.input_ids).startswith("<s>" if bos == "<s>" else ("Why?", " Why?", "?", "y", "hy", " "))
+    for bos in (None, "<s>", "<|im_start|>"):
+        named = {"bos_token": bos} if bos else {}
+        tokenizer = byte_tokenizer("<s>" * (bos == "<s>") + template, special=["<s>"], **named)
+        whole = encode(example, tokenizer).segments[0]
+        [head] = heads([(example, whole)], tokenizer)
+        _, [cut] = shortened(Encoded((replace(whole, head=head),)), 40, "truncate")
+        begins = "<s>" if bos == "<s>" else ("Why?", " Why?", "?", "y", "hy", " ")
+        assert tokenizer.decode(cut.input_ids).startswith(begins), bos
 
 
 # -- marks that are not quite right ----------------------------------------------------------------------------------

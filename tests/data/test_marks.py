@@ -118,23 +118,18 @@ _TOUCHING = _COUNT + (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("is_marked", [True, False])
-@pytest.mark.parametrize("words", ["so", "", "\n"])
 def test_what_closes_a_call_is_learnt_once_where_the_next_turn_begins_with_a_token_like_it(
-    words: str, is_marked: bool, word_tokenizer: Make
+    word_tokenizer: Make,
 ) -> None:
-    closed, marked = "'<|call|>' if message.tool_calls else '<|im_end|>'", "message['content']"
-    marks = (
-        f"{{%- generation -%}}{{{{- {marked} + ({closed}) -}}}}{{%- endgeneration -%}}"
-        if is_marked
-        else f"{{%- generation -%}}{{{{- {marked} -}}}}{{%- endgeneration -%}}{{{{- {closed} -}}}}"
-    )
-    tokenizer = word_tokenizer(_TOUCHING.replace(_MARKED, marks), special=["<|call|>"])
-    rows = Chat([user("Hi"), {**CALL, "content": words}, user("Why?"), assistant("one")])
-    if words or is_marked:  # else its marks are at no token
-        assert trained_text(encode(rows, tokenizer), tokenizer) == f"{words}<|call|>one<|im_end|>"
-        last = Chat(rows.messages[:2])
-        assert trained_text(encode(last, tokenizer), tokenizer) == f"{words}<|call|>"
+    words, closed = "{{- message['content'] -}}", "{{- '<|call|>' if message.tool_calls else '<|im_end|>' -}}"
+    begin, end = "{%- generation -%}", "{%- endgeneration -%}"
+    for is_marked, marks in ((True, begin + words + closed + end), (False, begin + words + end + closed)):
+        tokenizer = word_tokenizer(_TOUCHING.replace(_MARKED, marks), special=["<|call|>"])
+        for said in ("so", "\n", *([""] if is_marked else [])):  # else its marks are at no token
+            rows = Chat([user("Hi"), {**CALL, "content": said}, user("Why?"), assistant("one")])
+            assert trained_text(encode(rows, tokenizer), tokenizer) == f"{said}<|call|>one<|im_end|>", is_marked
+            last = Chat(rows.messages[:2])
+            assert trained_text(encode(last, tokenizer), tokenizer) == f"{said}<|call|>", is_marked
 
 
 def test_a_mark_at_no_token_is_not_trusted_and_one_that_ends_at_none_is_closed_by_its_end(
