@@ -112,7 +112,7 @@ def uneven(quick: Callable[..., Config], tmp_path: Path) -> Callable[..., Planne
     def make(*overrides: str, share: float = 0.5) -> Planner:
         job = quick(
             f"data.train={rows}", "data.eval=none", "data.max_length=256", "memory.loss_tokens=64",
-            "memory.checkpointing=auto", *overrides,
+            "memory.checkpointing=auto", "adapter.targets=[q_proj]", "quantization.kind=none", *overrides,
         )  # fmt: skip
         planner = planning.planner_for(job, "cpu")
         # What this machine is measured at, and holds, would move the choice.
