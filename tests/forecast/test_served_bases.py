@@ -8,6 +8,7 @@ import torch
 
 from finetune.forecast import operator_costs, planning
 from finetune.model.structure import packed
+from finetune.model.structure.quantization import LEAST_FIRST
 from finetune.settings import load_config
 from tests.jobs import TINY, sampled
 
@@ -63,3 +64,13 @@ def test_a_table_that_is_embedding_and_head_is_packed_once() -> None:
     table = 256 * 64 * torch.bfloat16.itemsize
     loaded = [block for stretch, block, sign in trace.timeline() if stretch.phase == "load" and sign > 0]
     assert [block.bytes for block in loaded if block.layer is None and block.category == "workspace"].count(table) == 1
+
+
+@pytest.mark.slow
+def test_each_kind_that_auto_chooses_from_is_traced_and_holds_less_than_16_bits() -> None:
+    held = {}
+    for kind in LEAST_FIRST:
+        job = tiny_models.config(quantization__kind=kind, adapter__targets=["q_proj"])
+        blocks = tiny_models.trace(job, tiny_models.architecture(layers=1)).blocks
+        held[kind] = sum(each.bytes for each in blocks if each.category in ("base_weights", "quantization_state"))
+    assert held["none"] > max(held["int8"], held["fp8"]) >= min(held["int8"], held["fp8"]) > held["nf4"] > 0
