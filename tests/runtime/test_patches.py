@@ -73,22 +73,28 @@ def of(owner: Any, name: str) -> Patch:
     return Patch("made:up." + name, "made 1", "()", "Why.", "Until.", objects="any")
 
 
-def test_by_restores_what_was_the_owners_own() -> None:
-    module = types.SimpleNamespace(own=1)
-    with of(module, "own").by(2, module):
-        assert module.own == 2
-    assert vars(module) == {"own": 1}
-
-
-def test_by_leaves_no_trace_of_what_was_inherited() -> None:
+def test_by_restores_what_was_the_owners_own_and_leaves_no_trace_of_what_was_inherited() -> None:
     class Layer:
+        _on = True
+
         def forward(self) -> int:
             return 1
 
-    layer = Layer()
-    with of(layer, "forward").by(lambda: 2, layer):
-        assert layer.forward() == 2
-    assert vars(layer) == {}
+        @property
+        def on(self) -> bool:
+            return self._on
+
+        @on.setter
+        def on(self, value: bool) -> None:
+            self._on = value
+
+    module, layer = types.SimpleNamespace(own=1), Layer()
+    with of(module, "own").by(2, module), of(layer, "forward").by(lambda: 2, layer):
+        assert (module.own, layer.forward()) == (2, 2)
+    assert (vars(module), vars(layer)) == ({"own": 1}, {})
+    with of(layer, "on").by(False, layer):
+        assert not layer.on, "through the setter"
+    assert layer.on
 
 
 def test_a_class_becomes_the_class_of_an_object() -> None:
@@ -102,24 +108,6 @@ def test_a_class_becomes_the_class_of_an_object() -> None:
     with of(module, "forward").by(Watched, module):
         assert type(module) is Watched
     assert type(module) is Plain
-
-
-def test_properties_are_set_through_their_setter() -> None:
-    class Replica:
-        _on = True
-
-        @property
-        def on(self) -> bool:
-            return self._on
-
-        @on.setter
-        def on(self, value: bool) -> None:
-            self._on = value
-
-    replica = Replica()
-    with of(replica, "on").by(False, replica):
-        assert not replica.on
-    assert replica.on
 
 
 def test_an_entry_for_objects_takes_its_object_and_no_other_does() -> None:

@@ -34,20 +34,14 @@ def contents(folder: Path) -> dict[str, str]:
 # -- creating and opening --------------------------------------------------------------------------------------------
 
 
-def test_a_run_directory_is_not_created_by_its_object(tmp_path: Path) -> None:
-    RunDirectory(tmp_path / "run")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_keeps_the_config_it_was_started_with(tmp_path: Path) -> None:
+def test_a_run_keeps_the_config_it_was_started_with_and_its_files_if_it_is_created_again(tmp_path: Path) -> None:
     config = Config(model=ModelSection(name="no", revision="1234567e89"), output=OutputSection(dir="elsewhere"))
-    RunDirectory(tmp_path / "a" / "b").create(config)
-    assert RunDirectory.open(tmp_path / "a" / "b").config() == config
-
-
-def test_creating_again_keeps_existing_files(run: RunDirectory) -> None:
+    run = RunDirectory(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    run.create(config)
+    assert RunDirectory.open(run.path).config() == config
     run.event("started")
-    run.create(Config())
+    run.create(config)
     assert [line["event"] for line in run.events()] == ["started"]
 
 
@@ -67,14 +61,15 @@ def test_a_run_that_cannot_be_created_names_the_key(tmp_path: Path) -> None:
 # -- directories that appear when they are whole ---------------------------------------------------------------------
 
 
-def test_a_staged_directory_appears_when_the_block_ends(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "adapter"
+def test_a_staged_directory_appears_when_the_block_ends_and_leaves_no_file_open(tmp_path: Path) -> None:
+    target, before = tmp_path / "deep" / "adapter", os.listdir("/proc/self/fd")
     with staged(target) as folder:
         (folder / "sub").mkdir()
         (folder / "sub" / "weights").write_text("new")
         assert not target.exists()
     assert contents(target) == {"sub/weights": "new"}
     assert [path.name for path in target.parent.iterdir()] == ["adapter"]
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_an_interrupted_staged_directory_is_completed_by_the_same_inputs_only(tmp_path: Path) -> None:
@@ -97,47 +92,26 @@ def test_an_interrupted_staged_directory_is_completed_by_the_same_inputs_only(tm
     assert [path.name for path in target.iterdir()] == ["2"]
 
 
-def test_a_staged_directory_replaces_the_earlier_one_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, SystemExit])
+def test_a_block_that_fails_publishes_nothing_keeps_the_earlier_directory_and_does_not_block_the_next(
+    error: type[BaseException], tmp_path: Path
+) -> None:
     target = tmp_path / "adapter"
-    for name in ("old", "new"):
-        with staged(target) as folder:
-            assert list(folder.iterdir()) == []
-            (folder / name).write_text(name)
-            assert contents(target) == ({"old": "old"} if name == "new" else {})
-    assert contents(tmp_path) == {"adapter/new": "new"}
-
-
-@pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt, SystemExit])
-def test_a_block_that_fails_publishes_nothing(error: type[BaseException], tmp_path: Path) -> None:
-    target = tmp_path / "adapter"
-
-    def fail() -> None:
-        with staged(target) as folder:
-            (folder / "half").write_text("half")
-            raise error
-
-    with pytest.raises(error):
-        fail()
-    assert not target.exists()
-    assert not issubclass(error, Exception) or list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_block_keeps_the_earlier_directory_and_does_not_block_the_next(tmp_path: Path) -> None:
-    target = tmp_path / "adapter"
-    with staged(target) as folder:
-        (folder / "weights").write_text("old")
 
     def fail() -> None:
         with staged(target) as folder:
             (folder / "weights").write_text("half")
-            raise OSError("disk full")
+            raise error
 
-    with pytest.raises(OSError, match="disk full"):
-        fail()
-    assert contents(target) == {"weights": "old"}
-    with staged(target) as folder:
-        assert list(folder.iterdir()) == []
-        (folder / "weights").write_text("new")
+    for earlier in ({}, {"weights": "old"}):
+        with pytest.raises(error):
+            fail()
+        assert contents(target) == earlier
+        assert not issubclass(error, Exception) or list(tmp_path.iterdir()) == [target] * bool(earlier)
+        with staged(target) as folder:
+            assert list(folder.iterdir()) == []
+            (folder / "weights").write_text("old" if not earlier else "new")
+            assert contents(target) == earlier, "replaced whole"
     assert contents(tmp_path) == {"adapter/weights": "new"}
 
 
@@ -215,11 +189,11 @@ def test_checkpoints_are_listed_oldest_first_by_step(run: RunDirectory) -> None:
     assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [20, 900, 100_000]
 
 
-@pytest.mark.parametrize("name", ["step-00000009.incomplete", "step-00000009.replaced", "step-x", "step-00000009.bak"])
-def test_other_files_beside_checkpoints_are_not_listed(name: str, run: RunDirectory) -> None:
+def test_other_files_beside_checkpoints_are_not_listed(run: RunDirectory) -> None:
     with staged(run.checkpoint(5)):
         pass
-    (run.checkpoints / name).mkdir()
+    for name in ("step-00000009.incomplete", "step-00000009.replaced", "step-x", "step-00000009.bak"):
+        (run.checkpoints / name).mkdir()
     (run.checkpoints / "step-00000010").write_text("a file")
     assert run.complete_checkpoints() == [run.checkpoint(5)]
 
@@ -228,6 +202,7 @@ def test_other_files_beside_checkpoints_are_not_listed(name: str, run: RunDirect
 
 
 def test_an_event_has_its_name_time_and_details(run: RunDirectory) -> None:
+    assert (run.events(), run.metrics(), run.finished) == ([], [], False)
     run.event("saved", step=5, seconds=0.1)
     run.event("finished")
     first, second = run.events()
@@ -235,45 +210,29 @@ def test_an_event_has_its_name_time_and_details(run: RunDirectory) -> None:
     assert 0 <= second["time"] - first["time"] < 60
 
 
-def test_a_run_without_events_or_metrics_has_none(run: RunDirectory) -> None:
-    assert (run.events(), run.metrics(), run.finished) == ([], [], False)
-
-
 @pytest.mark.parametrize(
     ("names", "finished"),
     [
-        (["started"], False),
-        (["started", "saved"], False),
-        (["started", "finished"], True),
-        (["started", "finished", "merged"], True),
-        (["started", "finished", "resumed"], False),
-        (["started", "finished", "started", "saved"], False),
-        (["started", "stopped"], False),
+        ("started", False), ("started saved", False), ("started finished", True), ("started finished merged", True),
+        ("started finished resumed", False), ("started finished started saved", False), ("started stopped", False),
     ],
-)
-def test_a_run_is_finished_when_its_last_event_says_so(names: list[str], finished: bool, run: RunDirectory) -> None:
-    for name in names:
+)  # fmt: skip
+def test_a_run_is_finished_when_its_last_event_says_so(names: str, finished: bool, run: RunDirectory) -> None:
+    for name in names.split():
         run.event(name)
     assert run.finished is finished
     assert RunDirectory.open(run.path).finished is finished
 
 
 @pytest.mark.parametrize("half", ['{"time": 5, "event": "finis', "{", '{"time": 5, "event": "saved", "step"', "\0\0\0"])
-def test_a_torn_last_line_is_skipped(half: str, run: RunDirectory) -> None:
+def test_a_torn_line_is_skipped_and_a_line_written_after_it_kept(half: str, run: RunDirectory) -> None:
     run.event("started")
     with open(run.events_file, "a") as file:
         file.write(half)
     assert [line["event"] for line in run.events()] == ["started"]
     assert not run.finished
-
-
-def test_a_line_written_after_a_torn_one_is_kept(run: RunDirectory) -> None:
-    run.event("started")
-    with open(run.events_file, "a") as file:
-        file.write('{"time": 5, "event": "sav')
-    run.event("resumed")
     run.event("finished")
-    assert [line["event"] for line in run.events()] == ["started", "resumed", "finished"]
+    assert [line["event"] for line in run.events()] == ["started", "finished"]
     assert run.finished
 
 
@@ -304,61 +263,42 @@ def evaluated(step: int) -> dict[str, Any]:
     return {"step": step, "eval_loss": step / 3, "memory": {}}
 
 
-def test_metrics_of_repeated_steps_are_dropped(run: RunDirectory) -> None:
+def test_metrics_of_repeated_steps_and_a_torn_line_are_dropped(run: RunDirectory) -> None:
+    run.forget_metrics_after(-1)
     for step in (1, 2, 3, 4, 2):
         append_line(run.metrics_file, evaluated(step))
-    run.forget_metrics_after(2)
-    assert run.metrics() == [evaluated(1), evaluated(2), evaluated(2)]
-    append_line(run.metrics_file, evaluated(3))
-    assert run.metrics()[-1] == evaluated(3)
-
-
-def test_forgetting_all_metrics_leaves_none(run: RunDirectory) -> None:
-    run.forget_metrics_after(-1)
-    append_line(run.metrics_file, evaluated(0))
-    run.forget_metrics_after(-1)
-    assert run.metrics() == []
-
-
-def test_dropping_metrics_removes_a_torn_line(run: RunDirectory) -> None:
-    append_line(run.metrics_file, evaluated(1))
     with open(run.metrics_file, "a") as file:
         file.write('{"step": 2, "lo')
-    run.forget_metrics_after(1)
-    append_line(run.metrics_file, evaluated(2))
-    assert run.metrics() == [evaluated(1), evaluated(2)]
+    run.forget_metrics_after(2)
+    append_line(run.metrics_file, evaluated(3))
+    assert run.metrics() == [evaluated(1), evaluated(2), evaluated(2), evaluated(3)]
+    run.forget_metrics_after(-1)
+    assert run.metrics() == []
 
 
 # -- small files -----------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError("no space"), KeyboardInterrupt("Ctrl-C in answers.json")])
+def test_a_file_is_replaced_atomically(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "answers.json"
     write_text(path, "old")
 
     def full(descriptor: int) -> None:
-        raise OSError("no space")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with refusal(MachineError, path):
+        with pytest.raises((MachineError, KeyboardInterrupt), match=r"answers\.json"):
             write_text(path, "new and longer")
-    assert path.read_text() == "old"
-    assert [found.name for found in tmp_path.iterdir()] == ["answers.json"]
+    assert contents(tmp_path) == {"answers.json": "old"}
+    brought: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (brought.append(os.fstat(file).st_size), fsync(file))[1])
     write_text(path, "new – ünïcode")
+    assert brought == [17], "before its rename"
     assert path.read_text(encoding="utf-8") == "new – ünïcode"
     assert [found.name for found in tmp_path.iterdir()] == ["answers.json"]
-
-
-def test_an_interrupted_write_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    write_text(tmp_path / "latest", "old")
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_text(tmp_path / "latest", "new")
-    assert contents(tmp_path) == {"latest": "old"}
 
 
 def test_a_pipe_is_written_directly() -> None:
@@ -369,11 +309,14 @@ def test_a_pipe_is_written_directly() -> None:
         assert read.read() == "text"
 
 
-def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+def test_a_folder_is_not_replaced_by_a_file_and_a_circular_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plots").mkdir()
     with refusal(MachineError, "plots could not be written: it is a folder; name a file"):
         write_text(tmp_path / "plots", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["plots"]
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with refusal(MachineError, "circle:"):
+        RunDirectory(tmp_path / "circle").claim()
 
 
 def test_json_without_nan_and_infinity(tmp_path: Path) -> None:
@@ -404,21 +347,26 @@ def test_an_earlier_run_is_moved_aside_with_all_its_files(run: RunDirectory) -> 
 # -- what a kill left ------------------------------------------------------------------------------------------------
 
 
-def test_staging_starts_over_after_a_kill(tmp_path: Path) -> None:
-    target = tmp_path / "adapter"
-    (tmp_path / "adapter.incomplete").mkdir()
-    (tmp_path / "adapter.incomplete" / "half").write_text("half")
-    with staged(target) as folder:
-        (folder / "weights").write_text("new")
-    assert contents(tmp_path) == {"adapter/weights": "new"}
-
-
-def test_a_killed_replacement_is_undone_before_the_next(tmp_path: Path) -> None:
-    target = tmp_path / "adapter"
-    (tmp_path / "adapter.replaced").mkdir()
-    (tmp_path / "adapter.replaced" / "weights").write_text("old")
-    with staged(target):
-        assert contents(target) == {"weights": "old"}
+@pytest.mark.parametrize(
+    ("left", "at_first", "after"),
+    [
+        ({"adapter.incomplete": "half"}, {}, {}),
+        ({"adapter.replaced": "old"}, {"adapter/weights": "old"}, {"adapter/weights": "old"}),
+        ({"adapter": "new", "adapter.replaced": "old"}, {"adapter/weights": "new"}, {"adapter/weights": "new"}),
+    ],
+    ids=["killed in the block", "killed between the renames", "killed after both renames"],
+)
+def test_staging_first_completes_or_undoes_what_a_kill_left(
+    left: dict[str, str], at_first: dict[str, str], after: dict[str, str], tmp_path: Path
+) -> None:
+    for name, text in left.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(text)
+    with contextlib.suppress(ZeroDivisionError), staged(tmp_path / "adapter") as folder:
+        assert list(folder.iterdir()) == []
+        assert contents(tmp_path) == at_first
+        raise ZeroDivisionError
+    assert contents(tmp_path) == after
 
 
 def test_a_directory_is_disposed_of_despite_leftovers_of_a_kill(tmp_path: Path) -> None:
@@ -460,14 +408,6 @@ def test_what_is_left_of_a_file_that_was_being_written_is_not_written_through(tm
     assert contents(tmp_path) == {"mine": "x", "latest": "step-00000001\n"}
 
 
-def test_a_file_is_fsynced_before_its_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    brought: list[int] = []
-    fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (brought.append(os.fstat(file).st_size), fsync(file))[1])
-    write_text(tmp_path / "latest", "step-00000001\n")
-    assert brought == [14]
-
-
 def test_an_error_in_cleanup_does_not_hide_that_of_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*arguments: Any, **more: Any) -> None:
         raise OSError("input/output error")
@@ -481,15 +421,6 @@ def test_an_error_in_cleanup_does_not_hide_that_of_the_block(tmp_path: Path, mon
         fail()
 
 
-def test_a_replacement_killed_after_both_renames_is_completed(tmp_path: Path) -> None:
-    for name, text in (("adapter", "new"), ("adapter.replaced", "old")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "weights").write_text(text)
-    with pytest.raises(ZeroDivisionError), staged(tmp_path / "adapter"):
-        raise ZeroDivisionError
-    assert contents(tmp_path) == {"adapter/weights": "new"}
-
-
 def test_appended_lines_are_separated_and_a_failed_append_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     for step in range(3):
@@ -497,16 +428,3 @@ def test_appended_lines_are_separated_and_a_failed_append_is_reported(tmp_path: 
     assert file.read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
     with refusal(MachineError, "gone/events.jsonl"):
         append_line(tmp_path / "gone" / "events.jsonl", {})
-
-
-def test_a_staged_directory_leaves_no_file_open(tmp_path: Path) -> None:
-    before = os.listdir("/proc/self/fd")
-    with staged(tmp_path / "adapter") as folder:
-        (folder / "weights").write_text("whole")
-    assert os.listdir("/proc/self/fd") == before
-
-
-def test_a_circular_link_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    with refusal(MachineError, "circle:"):
-        RunDirectory(tmp_path / "circle").claim()
