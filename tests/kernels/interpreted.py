@@ -22,8 +22,8 @@ with libraries.importing():  # as the command line does
     from finetune.kernels import decoding_kernels, ops, triton_kernels
     from finetune.model.structure import eight_bit, packed
 
-# From Triton's tiles, whose sizes are powers of two: less than one, one, and more than one with a rest.
-WIDTHS = [1, 7, 96, 128, 2500]
+# Of tiles of 64 values: less than one, one, and more than one with a rest.
+WIDTHS = [7, 64, 150]
 
 dtypes = pytest.mark.parametrize(
     "dtype",
@@ -59,6 +59,11 @@ def rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernels, "_TILE", 64)
+
+
 def strided(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape[:-1], shape[-1] + 5, dtype=dtype)[..., 2 : 2 + shape[-1]]
 
@@ -91,10 +96,12 @@ def assert_one_rounding(found: Tensor, exact: Tensor) -> None:
 
 
 @dtypes
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
-    "shape", [*((3, 5, each) for each in WIDTHS[1:4]), (2, 2, 2500), (2, 3, 4, 16), (9, 100)], ids=str
+    ("shape", "offset", "cast_first"),
+    [((3, 5, 7), 0.0, True), ((2, 3, 4, 16), 0.0, False), ((2, 2, 150), 1.0, False)],
+    ids=str,
 )
-@pytest.mark.parametrize(("offset", "cast_first"), [(0.0, True), (0.0, False), (1.0, False)])
 def test_norms(dtype, shape, offset, cast_first) -> None:
     x, dy, weight = strided(*shape, dtype=dtype), strided(*shape, dtype=dtype), torch.randn(shape[-1], dtype=dtype)
     y, rstd = triton_kernels.rms_norm(x, weight, 1e-6, offset, cast_first, 3)
@@ -116,10 +123,11 @@ def test_norms(dtype, shape, offset, cast_first) -> None:
 @dtypes
 @pytest.mark.parametrize(
     ("heads", "size", "rotated"),
-    [((4, 2), 16, 16), ((3, 3), 80, 80), ((40, 8), 24, 12), ((40, 8), 80, 80), ((4, 2), 256, 256)],
+    [((4, 2), 16, 16), ((3, 3), 12, 12), ((11, 2), 24, 12)],  # of 4, 4 and 8 heads a tile
     ids=str,
 )
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.usefixtures("small_tiles")
 def test_rotation(dtype, heads, size, rotated, backward) -> None:
     q, k = strided(2, 3, sum(heads), size, dtype=dtype).split(heads, 2)
     angle = torch.randn(2 if backward else 1, 3, rotated // 2).repeat(1, 1, 2)
@@ -135,14 +143,13 @@ def test_rotation(dtype, heads, size, rotated, backward) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # to infinity, and the share of x to 0
 @pytest.mark.parametrize("activation", ops.ACTIVATIONS)
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.usefixtures("small_tiles")
 def test_gated_activations(dtype, activation, width) -> None:
     both, da = 4 * torch.randn(2, 2, 2 * width, dtype=dtype), strided(2, 2, width, dtype=dtype)
     gate, up = both.chunk(2, -1)
     found = triton_kernels.gated(gate, up, activation, 3)
     assert found.shape[-1] >= width + 3
     assert_one_rounding(found[..., :width], in_float32(ops.gated, gate, up, activation))
-    if width > 128:
-        return  # the tiles of the backward pass have 64 columns
     no_factors = torch.empty(3, 4, 0, dtype=dtype)
     expected = [value.float().clone() for value in (gate, up)]
     ops.gated_backward_(*expected, da.float(), activation, *no_factors.float(), torch.float32)
@@ -153,10 +160,9 @@ def test_gated_activations(dtype, activation, width) -> None:
 
 @dtypes
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize("ranks", [(1, 1, 1), (16, 4, 24), (130, 0, 64)], ids=str)
-@pytest.mark.parametrize("rows", [1, 20])  # twice as many, in tiles of 32
+@pytest.mark.parametrize(("ranks", "rows"), [((16, 4, 24), 20), ((130, 0, 64), 1)], ids=str)  # of 32 rows a tile
 def test_products_with_factors_beside_gated_activations(dtype, ranks, rows) -> None:
-    width = 200
+    width = 75
     both, da = torch.randn(rows, 2, 2 * width, dtype=dtype), strided(rows, 2, width, dtype=dtype)
     gate, up = both.chunk(2, -1)
     s, of_gate, of_up = strided(2 * rows, sum(ranks), dtype=dtype).split(ranks, 1)
@@ -193,9 +199,11 @@ def assert_sums(found: Tensor, expected: Tensor, count: int) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
-@pytest.mark.parametrize(("shape", "size"), [((48, 130), 64), ((40, 1024), 64), ((9, 1024), 256)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "nested", "shape", "size"),
+    [("nf4", True, (48, 130), 64), ("nf4", False, (40, 128), 64), ("fp4", True, (9, 512), 256)],
+    ids=str,
+)
 def test_4_bit_weights_to_the_bit(dtype, kind, nested, shape, size) -> None:
     weight = four_bit(torch.randn(shape, dtype=dtype), quant_type=kind, compress_statistics=nested, blocksize=size)
     found, expected = torch.zeros(2, shape[0], shape[1] + 5, dtype=dtype)[..., : shape[1]]
@@ -216,6 +224,7 @@ def test_a_factor_and_zeros_beside_a_4_bit_weight(dtype, factor) -> None:
 
 @dtypes
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.usefixtures("small_tiles")
 def test_8_bit_weights_to_the_bit(dtype, width) -> None:
     weight = eight_bit.quantized(torch.randn(6, width))
     found, expected = torch.zeros(2, 6, width + 5, dtype=dtype)[..., :width]
@@ -249,17 +258,17 @@ def test_packed_weights_to_the_bit(form) -> None:
             how.scales.copy_(torch.randint(0, 256, how.scales.shape, dtype=torch.uint8))
         elif form == "nvfp4":
             how.scales[..., 8:] = torch.randint(0, 256, how.scales[..., 8:].shape, dtype=torch.uint8)
-        for dtype in (torch.float32, torch.bfloat16) if len(shape) == 2 else (torch.float32,):
-            expected = torch.empty(shape, dtype=dtype)
-            packed.decode(form, parameter.data, how.scales, expected)
-            found = [strided(*shape, dtype=dtype), torch.empty(*shape[:-2], shape[-1], shape[-2], dtype=dtype).mT]
-            for out in found:
-                decoding_kernels.decode_packed_(out, parameter.data, how.scales, form)
-                same = out.contiguous().view(torch.uint8) == expected.view(torch.uint8)
-                finite = expected.isfinite()
-                assert finite.float().mean() > 0.7
-                assert same.view(*shape, -1).all(-1)[finite].all()
-                assert torch.equal(out.isnan(), expected.isnan())
+        dtype = torch.bfloat16 if len(shape) == 2 else torch.float32
+        expected = torch.empty(shape, dtype=dtype)
+        packed.decode(form, parameter.data, how.scales, expected)
+        found = [strided(*shape, dtype=dtype), torch.empty(*shape[:-2], shape[-1], shape[-2], dtype=dtype).mT]
+        for out in found:
+            decoding_kernels.decode_packed_(out, parameter.data, how.scales, form)
+            same = out.contiguous().view(torch.uint8) == expected.view(torch.uint8)
+            finite = expected.isfinite()
+            assert finite.float().mean() > 0.7
+            assert same.view(*shape, -1).all(-1)[finite].all()
+            assert torch.equal(out.isnan(), expected.isnan())
 
 
 FAR = 2**30
@@ -316,15 +325,16 @@ def test_rows_that_lie_further_apart_than_32_bits_reach() -> None:
 
 @dtypes
 @pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.usefixtures("small_tiles")
 def test_logits(dtype: torch.dtype, softcap: float | None) -> None:
-    """Two tiles of columns, the second in the larger first one's room, and labels in both and in neither."""
-    words, constants = torch.randn(40, 5000).to(dtype), (0.5, softcap, 1.4)
-    labels, outer = torch.randint(5100, (40,)), torch.rand(40)
+    """Two parts of the columns, the second in the larger first one's room, and labels in both and in neither."""
+    words, constants = torch.randn(9, 250).to(dtype), (0.5, softcap, 1.4)
+    labels, outer = 32 * torch.arange(9), torch.rand(9)
     folded = []
     for program in (triton_kernels, ops):
-        sums = torch.zeros(3, 40)
+        sums = torch.zeros(3, 9)
         sums[0] = -torch.inf
-        for start, end in ((0, 3000), (3000, 5000)):
+        for start, end in ((0, 150), (150, 250)):
             program.fold_logits_(sums, words[:, start:end], labels, start, *constants)
         folded.append(sums)
     torch.testing.assert_close(*folded, rtol=1e-5, atol=1e-5)
@@ -332,7 +342,7 @@ def test_logits(dtype: torch.dtype, softcap: float | None) -> None:
     made = []
     for program in (triton_kernels, ops):
         gradient = words.clone()
-        for start, end in ((0, 3000), (3000, 5000)):
+        for start, end in ((0, 150), (150, 250)):
             program.unfold_logits_(gradient[:, start:end], labels, log_z, outer, start, *constants)
         made.append(gradient)
     assert_one_rounding(made[0], made[1])

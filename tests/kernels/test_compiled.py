@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
-SHAPES = ((2, 24), (2, 31), (3, 40), (2, 64), (4, 9), (3, 57))
+SHAPES = ((2, 24), (3, 40), (4, 9), (2, 31))
 """Rows and tokens of micro-batches."""
 
 
@@ -97,7 +97,7 @@ def test_without_a_compiler_nothing_is_trained(quick, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_a_run_trains_to_the_same_losses(quick, programs: list[Any]) -> None:
-    short = ("training.max_steps=3", "data.eval=none", "quantization.kind=none")
+    short = ("training.max_steps=2", "data.eval=none", "quantization.kind=none")
     plain, other = (finetune.train(quick(f"kernels.compile={kind}", *short, run=kind)) for kind in ("none", "layers"))
     assert programs
     assert losses(other) == pytest.approx(losses(plain), 1e-5)

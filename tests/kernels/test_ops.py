@@ -228,9 +228,11 @@ at_once = pytest.mark.parametrize("seeded", [2**16], indirect=True, ids=["at onc
 @at_once
 @pytest.mark.slow
 def test_schemas_and_shapes_are_those_of_the_results(dtype, subtests) -> None:
-    for name, (operator, args) in calls(dtype).items():
-        with subtests.test(name):
-            torch.library.opcheck(operator, args)
+    """Once for each operator; the others' shapes are compared below."""
+    if dtype is torch.float32:
+        for operator, args in dict(calls(dtype).values()).items():
+            with subtests.test(operator.name()):
+                torch.library.opcheck(operator, args)
 
 
 @at_once
