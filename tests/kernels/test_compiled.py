@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import test_equality
 import torch
-from jobs import sampled
 from messages import refusal
 
 import finetune
@@ -51,8 +50,8 @@ def batches() -> list[torch.Tensor]:
     return [test_equality.ids(number, *shape) for number, shape in enumerate(SHAPES)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointed", sampled(["all", 1], "all"))
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointed", ["all", 1])
 def test_a_step_is_the_same_and_no_length_is_compiled_anew(programs: list[Any], checkpointed: str | int) -> None:
     model, job = test_equality.made("llama", memory__checkpointing=checkpointed)
     expected = steps(model, job)
@@ -99,7 +98,7 @@ def test_without_a_compiler_nothing_is_trained(quick, monkeypatch: pytest.Monkey
 def test_a_run_trains_to_the_same_losses(quick, programs: list[Any]) -> None:
     short = ("training.max_steps=2", "data.eval=none", "quantization.kind=none")
     plain, other = (finetune.train(quick(f"kernels.compile={kind}", *short, run=kind)) for kind in ("none", "layers"))
-    assert programs
+    assert 1 <= len(programs) <= 3, "micro-batches of four lengths take the same code"
     assert losses(other) == pytest.approx(losses(plain), 1e-5)
 
 

@@ -454,22 +454,47 @@ def test_the_proof_passes_and_leaves_the_model_as_it_was(name: str, precision: s
     assert step(model, job)[1] > 0
 
 
-def test_a_kernel_that_computes_something_else_is_turned_off_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def failing(*given: Any) -> None:
+    raise RuntimeError("no kernel image is available")
+
+
+def _wrong_gradients(gate: torch.Tensor, *others: Any, right: Callable[..., Any] = ops.gated_backward_) -> Any:
+    returned = right(gate, *others)
+    gate.mul_(1.2)
+    return returned
+
+
+def _wrong_where_layers_share_their_input(
+    x: torch.Tensor, layers: lora.Layers, *others: Any, right: Callable[..., Any] = lora._joined_products
+) -> Any:
+    outputs, low = right(x, layers, *others)
+    return (tuple(one * 1.5 for one in outputs) if len(layers) > 1 else outputs), low
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wrong", "lines", "left"),
+    [
+        (ops, "gated_backward_", _wrong_gradients, ["`mlp` is off: in LlamaMLP its gradient of"],
+         {"norm", "attention", "lora"}),
+        (lora, "_joined_products", _wrong_where_layers_share_their_input, ["`attention` is off", "`mlp` is off"],
+         {"norm", "lora"}),
+        (ops, "rope_", failing, ["none is fused: they fail on this model (RuntimeError: no kernel image is available)"],
+         set()),
+    ],
+    ids=["one kernel", "the path of training", "all fail"],
+)  # fmt: skip
+def test_kernels_that_compute_something_else_or_fail_are_turned_off_and_named(
+    module: Any, name: str, wrong: Callable[..., Any], lines: list[str], left: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, job = made("llama")
     plain = step(model, job)
-    right = ops.gated_backward_
-
-    def wrong(gate: torch.Tensor, *others: Any) -> Any:
-        returned = right(gate, *others)
-        gate.mul_(1.2)
-        return returned
-
-    monkeypatch.setattr(mlp.ops, "gated_backward_", wrong)
+    monkeypatch.setattr(module, name, wrong)
+    monkeypatch.setattr(fused_attention, "_is_half_rotation", lambda plain: True)
     attached = kernels.attach(model, "on")
-    (line,) = self_test.prove(model, attached)
-    assert line.startswith("kernels: `mlp` is off: in LlamaMLP its gradient of")
-    assert not attached.replaced["mlp"]
-    assert attached.replaced["attention"]
+    found = self_test.prove(model, attached)
+    assert len(found) == len(lines)
+    assert all(line.startswith(f"kernels: {start}") for line, start in zip(found, lines, strict=True))
+    assert attached.fusing == left
     assert_close(step(model, job), plain)
 
 
@@ -523,7 +548,7 @@ def test_the_proof_sees_two_rows_of_uneven_length_with_the_strides_of_the_model(
 
 
 def test_inputs_whose_rows_do_not_stand_side_by_side_give_the_same_norm() -> None:
-    x, weight = torch.randn(8, 3, 2).transpose(0, 2), torch.randn(8)
+    x, rest = torch.randn(8, 3, 2).transpose(0, 2), (torch.randn(8), 1e-6, norm.NormFormula(0.0, True), (0, 0), None)
     assert x.stride(-1) != 1
     seen = []
 
@@ -533,11 +558,9 @@ def test_inputs_whose_rows_do_not_stand_side_by_side_give_the_same_norm() -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norm.ops, "rms_norm", rms_norm)
-        y = norm._RmsNorm.apply(x, weight, 1e-6, norm.NormFormula(0.0, True), (0, 0), None)
+        y = norm._RmsNorm.apply(x, *rest)
     assert seen == [1]
-    torch.testing.assert_close(
-        y, norm._RmsNorm.apply(x.contiguous(), weight, 1e-6, norm.NormFormula(0.0, True), (0, 0), None)
-    )
+    torch.testing.assert_close(y, norm._RmsNorm.apply(x.contiguous(), *rest))
 
 
 def test_a_rotation_reads_angles_side_by_side_and_leaves_other_queries_to_the_model() -> None:
@@ -600,22 +623,6 @@ def test_factors_are_copied_in_one_launch_where_all_are_contiguous(monkeypatch: 
     assert all(all(each) for each in copies)
 
 
-def test_the_proof_takes_the_path_of_training_for_layers_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = lora._joined_products
-
-    def wrong(x: torch.Tensor, layers: lora.Layers, *others: Any) -> Any:
-        outputs, low = right(x, layers, *others)
-        return (tuple(one * 1.5 for one in outputs) if len(layers) > 1 else outputs), low
-
-    monkeypatch.setattr(lora, "_joined_products", wrong)
-    model, _ = made("llama")
-    attached = kernels.attach(model, "on")
-    assert [line.split(" is off")[0] for line in self_test.prove(model, attached)] == [
-        "kernels: `attention`",
-        "kernels: `mlp`",
-    ]
-
-
 def test_transposed_gradients_give_the_same_result() -> None:
     """A transposed product hands them on so: kernels read rows whose elements stand side by side."""
     q, k = (torch.randn(2, 5, 4, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
@@ -633,22 +640,6 @@ def test_transposed_gradients_give_the_same_result() -> None:
     assert seen == [1, 1, 1, 1]
 
 
-def test_kernels_that_fail_are_turned_off_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, job = made("llama")
-    plain = step(model, job)
-
-    def fails(*args: Any) -> None:
-        raise RuntimeError("no kernel image is available")
-
-    monkeypatch.setattr(ops, "rope_", fails)
-    monkeypatch.setattr(fused_attention, "_is_half_rotation", lambda plain: True)
-    attached = kernels.attach(model, "on")
-    (line,) = self_test.prove(model, attached)
-    assert line == "kernels: none is fused: they fail on this model (RuntimeError: no kernel image is available)"
-    assert not any(attached.replaced.values())
-    assert_close(step(model, job), plain, 0)
-
-
 @pytest.mark.parametrize(("name", "precision"), [("gemma2", "fp32"), ("granite", "bf16")])  # capped, scaled logits
 def test_the_proof_of_the_loss_passes_for_the_head_as_it_is_in_a_step(name: str, precision: str) -> None:
     model, _ = made(name, precision=precision)
@@ -658,38 +649,30 @@ def test_the_proof_of_the_loss_passes_for_the_head_as_it_is_in_a_step(name: str,
     assert model.training
 
 
-class _DeadGpu:
-    """torch.cuda of a process whose context a kernel has ended, once `broken`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.broken = False
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "synchronize", self.raise_if_broken)
-
-    def raise_if_broken(self) -> None:
-        if self.broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
-
-    def break_in(self, *args: Any) -> None:
-        self.broken = True  # seen by a later call only
-
-
 def test_a_kernel_that_ends_the_context_is_the_machines_error_and_not_the_next_calls(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """A later call sees the error, and all calls after it."""
+    broken: list[bool] = []
+
+    def synchronize() -> None:
+        if broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    gpu = _DeadGpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     model, _ = made("llama")
     attached = kernels.attach(model, "on")
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "rope_", gpu.break_in)
+        patch.setattr(ops, "rope_", lambda *args: broken.append(True))
         with refusal(MachineError, "kernels.fused", "illegal memory access") as dead:
             self_test.prove(model, attached)
     assert "\n" not in str(dead.value)
     assert marker.ended(torch.device("cpu")) == {"attention"}, "the next start does without"
-    gpu.broken = False
+    broken.clear()
     log_probs.attach(model)
-    monkeypatch.setattr(ops, "unfold_logits_", gpu.break_in)
+    monkeypatch.setattr(ops, "unfold_logits_", lambda *args: broken.append(True))
     with refusal(MachineError, "kernels.fused"):
         log_probs.prove(model)
 
@@ -697,10 +680,6 @@ def test_a_kernel_that_ends_the_context_is_the_machines_error_and_not_the_next_c
 def wrong_by_a_fifth(*given: Any, right: Callable[..., None] = ops.unfold_logits_) -> None:
     right(*given)
     given[0].mul_(1.2)
-
-
-def failing(*given: Any) -> None:
-    raise RuntimeError("no kernel image is available")
 
 
 @pytest.mark.parametrize(
@@ -777,7 +756,13 @@ def test_a_norms_input_that_is_changed_later_is_noticed() -> None:
 def test_a_run_trains_to_the_same_losses(quick: Callable[..., Config]) -> None:
     runs = {}
     for fused in ("off", "on"):
-        way = "training.precision=fp32", "optimizer.kind=sgd", "optimizer.beta1=0.0", f"kernels.fused={fused}"
+        way = (
+            "training.max_steps=2",
+            "training.precision=fp32",
+            "optimizer.kind=sgd",
+            "optimizer.beta1=0.0",
+            f"kernels.fused={fused}",
+        )
         runs[fused] = list(finetune.train(quick(*way, run=fused)).run.metrics())
     for plain, fused in zip(*runs.values(), strict=True):
         for key in {"loss", "eval_loss", "grad_norm"} & plain.keys():
@@ -799,7 +784,7 @@ def test_a_loss_that_fails_is_off_for_the_run_and_on_refuses_it(
     monkeypatch.setattr(log_probs, "_tiled", failing)
     with refusal(ConfigError, "kernels.fused", "`loss`"):
         finetune.train(quick("kernels.fused=on"))
-    finetune.train(quick("kernels.fused=auto", run="auto"))  # without what fails
+    finetune.train(quick("kernels.fused=auto", "training.max_steps=1", run="auto"))  # without what fails
     assert "kernels: `loss` is off: it fails on this model" in capsys.readouterr().out
 
 

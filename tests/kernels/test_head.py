@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_equality import Largest
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from trl.kernels import ChunkedLogProbFunction
 
 from finetune.kernels import head, ops
@@ -105,33 +105,17 @@ def test_those_of_other_words_are_too(logits: Logits, tile: Tile) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-class _Largest(TorchDispatchMode):
-    """The most elements of a tensor that is made in the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **kwargs or {})
-        if isinstance(made, Tensor):
-            self.elements = max(self.elements, made.untyped_storage().nbytes() // made.itemsize)
-        return made
-
-
 @pytest.mark.parametrize("trained", [False, True])
 def test_nothing_is_larger_than_a_tile_the_states_or_the_head(trained: bool) -> None:
-    given = drawn(200, 8, 3000, trained, True, torch.float32)
-    with _Largest() as largest:
-        results(tiled(Logits(softcap=3.0), Tile(64, 500)), given)
-    assert largest.elements <= max(64 * 500, 3000 * 8)
+    with Largest() as largest:
+        results(tiled(Logits(softcap=3.0), Tile(64, 500)), drawn(200, 8, 3000, trained, True, torch.float32))
+    assert largest.numel <= max(64 * 500, 3000 * 8)
 
 
 def test_a_gradient_ahead_has_a_tile_of_all_words_and_fewer_tokens() -> None:
-    given = drawn(2000, 8, 4000, False, False, torch.float32)
-    with _Largest() as largest:
-        results(tiled(Logits(), Tile(1000, 2400, ahead=True)), given)
-    assert largest.elements == 600 * 4000
+    with Largest() as largest:
+        results(tiled(Logits(), Tile(1000, 2400, ahead=True)), drawn(2000, 8, 4000, False, False, torch.float32))
+    assert largest.numel == 600 * 4000
 
 
 def test_in_bfloat16_gradients_are_as_near_to_those_in_float32_as_trls() -> None:

@@ -26,6 +26,8 @@ with libraries.importing():
     from finetune.model.source.tokenizer import load_tokenizer
 
 libraries.quiet()
+import datasets, peft
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 for line in sys.stdin:
     if child := os.fork():
         os.waitpid(child, 0)

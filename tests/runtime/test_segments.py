@@ -98,7 +98,9 @@ def test_they_are_switched_on_where_the_driver_has_what_they_need(driver: Instal
     assert segments.setting() == "expandable_segments:True"
 
 
-def test_they_stay_off_where_something_lacks(driver: Install, subtests: pytest.Subtests) -> None:
+def test_they_stay_off_where_something_lacks(
+    driver: Install, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for lacking in [
         {"attributes": {VIRTUAL_MEMORY: 1}}, {"attributes": {FILE_HANDLES: 1}}, {"fails": "cuInit"},
         {"fails": "cuDeviceGetAttribute"}, {"fails": "library"}, {"system": "win32"},
@@ -109,6 +111,11 @@ def test_they_stay_off_where_something_lacks(driver: Install, subtests: pytest.S
             segments.enable(GPU)
             assert not segments.setting()
             assert not segments.grow(GPU)
+    driver()
+    assert not segments.grow(GPU + 1), "which is not there"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    segments.supported.cache_clear()
+    assert not segments.grow(GPU)
 
 
 def test_under_wsl2_the_drivers_version_is_that_of_its_management_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,40 +134,21 @@ def test_under_wsl2_the_drivers_version_is_that_of_its_management_library(monkey
     assert nvidia.version() == "581.80"
 
 
-def test_managed_memory_is_shared_where_the_driver_has_both_attributes(
-    driver: Install, subtests: pytest.Subtests
-) -> None:
-    for attributes, shared in (({83: 1, 89: 1}, True), ({83: 1}, False), ({89: 1}, False), ({}, False)):
-        with subtests.test(attributes=attributes):
-            driver(attributes)
-            assert nvidia.shares_managed_memory(GPU) is shared
-
-
-def test_they_stay_off_on_a_gpu_that_is_not_there_and_without_cuda(
-    driver: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver()
-    assert not segments.grow(GPU + 1)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    segments.supported.cache_clear()
-    assert not segments.grow(GPU)
-
-
-def test_what_the_user_has_set_stays(driver: Install, subtests: pytest.Subtests) -> None:
-    for able in [True, False]:
-        for settings, grow in [
-            ("expandable_segments:False", False),
-            ("expandable_segments:True", True),
-            ("max_split_size_mb:64, expandable_segments : True", True),
-            ("max_split_size_mb:64", False),
-        ]:
-            with subtests.test(able=able, settings=settings):
-                driver({VIRTUAL_MEMORY: 1, FILE_HANDLES: 1} if able else {})
-                torch._C._accelerator_setAllocatorSettings(settings)
-                segments.enable(GPU)
-                assert segments.setting() == settings
-                assert segments.grow(GPU) is grow
-                assert segments.grow_elsewhere() is grow
+@pytest.mark.parametrize("attributes", [{VIRTUAL_MEMORY: 1, FILE_HANDLES: 1}, {}])
+@pytest.mark.parametrize(
+    ("settings", "grow"),
+    [
+        ("expandable_segments:False", False), ("expandable_segments:True", True), ("max_split_size_mb:64", False),
+        ("max_split_size_mb:64, expandable_segments : True", True),
+    ],
+)  # fmt: skip
+def test_what_the_user_has_set_stays(attributes: dict[int, int], settings: str, grow: bool, driver: Install) -> None:
+    driver(attributes)
+    torch._C._accelerator_setAllocatorSettings(settings)
+    segments.enable(GPU)
+    assert segments.setting() == settings
+    assert segments.grow(GPU) is grow
+    assert segments.grow_elsewhere() is grow
 
 
 @pytest.mark.slow
@@ -201,13 +189,14 @@ def test_run_forecast_and_run_directory_agree(driver: Install, l4: None, monkeyp
         assert environment.describe(device)["device"]["expandable_segments"] is grow
 
 
-def test_a_plan_for_this_gpu_knows_whether_optimizer_states_are_paged(
+def test_optimizer_states_are_paged_where_the_driver_shares_managed_memory_and_a_plan_knows(
     driver: Install, l4: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(libraries, "triton_obstacle", lambda: None)
-    for attributes, paged in (({83: 1, 89: 1}, True), ({83: 1}, False)):
+    for attributes, shared in (({83: 1, 89: 1}, True), ({83: 1}, False), ({89: 1}, False), ({}, False)):
         driver(attributes)
-        assert devices.here(torch.device("cuda", 0), MemorySection()).managed_memory is paged
+        assert nvidia.shares_managed_memory(GPU) is shared
+        assert devices.here(torch.device("cuda", 0), MemorySection()).managed_memory is shared
 
 
 def test_training_in_another_stream_than_the_default_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +227,7 @@ def test_a_forecast_says_which() -> None:
     from finetune.report import forecast_view
 
     card = devices.find("RTX 4090", MemorySection())
-    trace = tiny_models.trace(tiny_models.config(), tiny_models.architecture(layers=3), where=card)
+    trace = tiny_models.trace(tiny_models.config(), tiny_models.architecture(layers=1), where=card)
     found = {
         grow: job_forecast.make(
             trace, dataclasses.replace(card, expandable_segments=grow), tiny_models.BATCH, "sdpa", replay.RunSetting()

@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,26 +10,15 @@ from finetune.errors import Terminated
 from finetune.runtime.signals import Signals
 
 
-@pytest.fixture
-def hangup() -> Iterator[Callable[[Any], Any]]:
-    """A function that sets how SIGHUP is handled, for the length of the test."""
-    before = signal.getsignal(signal.SIGHUP)
-    yield lambda handler: signal.signal(signal.SIGHUP, handler)
-    signal.signal(signal.SIGHUP, before)
-
-
-def test_a_closed_terminal_ends_a_run_as_sigterm_does(hangup: Callable[[Any], Any]) -> None:
-    hangup(lambda *_: None)
-    with Signals() as signals, signals.waiting():
-        signal.raise_signal(signal.SIGHUP)
-        assert signals.name == "SIGHUP"
-
-
-def test_a_hangup_stays_ignored_under_nohup(hangup: Callable[[Any], Any]) -> None:
-    hangup(signal.SIG_IGN)
-    with Signals() as signals:
-        signal.raise_signal(signal.SIGHUP)
-        assert signals.name is None
+@pytest.mark.parametrize(("handler", "name"), [(lambda *_: None, "SIGHUP"), (signal.SIG_IGN, None)])
+def test_a_closed_terminal_ends_a_run_as_sigterm_does_but_under_nohup(handler: Any, name: str | None) -> None:
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        with Signals() as signals, signals.waiting():
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.name == name
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_first_signal_is_answered_at_once_and_the_second_ends_with_what_was_saved() -> None:

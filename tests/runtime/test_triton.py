@@ -82,12 +82,16 @@ def avoided() -> Iterator[None]:
 # -- whether it works --------------------------------------------------------------------------------------------------
 
 
-def test_kernels_that_run_are_tried_once_and_not_an_obstacle(triton) -> None:
+def test_kernels_that_run_are_tried_once_and_not_an_obstacle_nor_is_a_full_card(triton) -> None:
     starts = triton()
     assert libraries.triton_obstacle() is None
     assert libraries.triton_obstacle() is None
     assert len(starts) == 1
     assert machine._triton().status == "ok"
+    full = RuntimeError("Triton Error [CUDA]: out of memory")  # third_party/nvidia/backend/driver.c, CUDA_CHECK
+    triton(full)
+    assert libraries.triton_obstacle() is None
+    assert is_out_of_memory(full)
 
 
 @pytest.mark.parametrize(
@@ -116,18 +120,7 @@ def test_a_missing_triton_is_an_obstacle(triton, monkeypatch: pytest.MonkeyPatch
     assert "import of triton" in str(libraries.triton_obstacle())
 
 
-def test_a_full_card_is_out_of_memory_and_not_an_obstacle(triton) -> None:
-    full = RuntimeError("Triton Error [CUDA]: out of memory")  # third_party/nvidia/backend/driver.c, CUDA_CHECK
-    triton(full)
-    assert libraries.triton_obstacle() is None
-    assert is_out_of_memory(full)
-
-
 # -- going on without --------------------------------------------------------------------------------------------------
-
-
-def test_without_it_no_library_takes_its_kernels_on_a_gpu(avoided) -> None:
-    assert not python_native.triton.enabled
 
 
 def test_without_it_the_loss_is_of_torchs_operators_on_a_gpu(triton, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,11 +58,17 @@ def call(tmp_path: Path, foreign: Path, trap: Trap) -> Callable[..., Ended]:
 
 
 @pytest.fixture
-def train(call: Callable[..., Ended], rows_file: Path, tmp_path: Path) -> Callable[..., Ended]:
-    """Train for one step, with overrides."""
+def train(call: Callable[..., Ended], rows_file: Path, shallow_base: Path, tmp_path: Path) -> Callable[..., Ended]:
+    """Train two layers for one step, with overrides."""
 
     def run(*overrides: str, config: Path = TINY, writes: Path | None = None) -> Ended:
-        job = ["training.max_steps=1", "training.batch_size=2", "training.micro_batch=2", "memory.check=off"]
+        job = [
+            f"model.name={shallow_base}",
+            "training.max_steps=1",
+            "training.batch_size=2",
+            "training.micro_batch=2",
+            "memory.check=off",
+        ]
         job.append("output.merge=false")
         where = [f"data.train={rows_file}", "data.eval=none", f"output.dir={tmp_path / 'out' / 'run'}"]
         return call("train", config, *job, *where, *overrides, writes=writes)

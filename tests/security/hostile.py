@@ -10,6 +10,8 @@ from typing import Any
 
 from watched import Ended
 
+CANARY = "hf_canaryCANARYcanary0123456789"
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny_cpu.yaml"
 
 

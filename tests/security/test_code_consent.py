@@ -11,6 +11,7 @@ import huggingface_hub.constants
 import pytest
 import transformers.dynamic_module_utils
 from hostile import Trap, change, refused
+from jobs import sampled
 from messages import refusal
 from watched import Ended, watched
 
@@ -95,7 +96,9 @@ def test_a_run_directory_switches_no_code_on(command: str, evil: RunDirectory, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["generate", "generate with the base", "eval", "merge"])
+@pytest.mark.parametrize(
+    "command", sampled(["generate", "generate with the base", "eval", "merge"], "generate with the base", "merge")
+)
 def test_the_flag_lets_that_code_run(command: str, evil: RunDirectory, consented, trap: Trap) -> None:
     """Or the tests above would show nothing."""
     (evil.adapter / "fingerprint.json").unlink()
@@ -149,8 +152,10 @@ def test_the_code_beside_a_merged_model_never_runs(evil: RunDirectory, hub: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["train", "plan", "fit", "data"])
-@pytest.mark.parametrize("place", ["its own", "beside it", "a link to it"])
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [("train", "its own"), ("plan", "its own"), ("fit", "beside it"), ("data", "beside it"), ("train", "a link to it")],
+)
 def test_a_config_in_a_run_directory_consents_to_nothing(
     command: str, place: str, evil: RunDirectory, tmp_path: Path, call
 ) -> None:

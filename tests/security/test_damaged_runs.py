@@ -41,7 +41,10 @@ def unfinished(half: RunDirectory, tmp_path: Path, hurried: None) -> Config:
 
 @pytest.mark.parametrize(
     "text",
-    ["[", '[{"question": "x", "reference": "y", "before": "z", "after": null, "messages": [{"role": 3}]}]'],
+    [
+        pytest.param("[", marks=pytest.mark.long),
+        '[{"question": "x", "reference": "y", "before": "z", "after": null, "messages": [{"role": 3}]}]',
+    ],
 )
 def test_damaged_answers_do_not_stop_training_and_are_generated_again(
     unfinished: Config, text: str, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import sampled
 from messages import refusal
 from safetensors.torch import load_file, save_file
 
@@ -95,26 +95,20 @@ def test_a_config_that_says_something_else_is_refused(
         load_on_a_new_base(folder, section)
 
 
-def test_a_malformed_config_is_refused(folder: Path, section: AdapterSection, subtests: pytest.Subtests) -> None:
-    for text in [
-        "", "[]", '"x"', "{",
-    ]:  # fmt: skip
-        with subtests.test(text=text):
-            (folder / CONFIG).write_text(text)
-            with refusal(ArtifactError, "damaged"):
-                adapter_files.load_adapter(weightless(), folder, section)
-
-
-def test_the_adapter_of_another_config_is_refused(
+def test_a_malformed_config_and_one_of_another_job_are_refused(
     folder: Path, section: AdapterSection, subtests: pytest.Subtests
 ) -> None:
     """The run's config.yaml says what was trained; an adapter that does not fit it is another's."""
     for other in [
         {"rank": 8}, {"alpha": 33}, {"dropout": 0.1}, {"rslora": True}, {"dora": True}, {"extra_modules": ["norm"]},
-        {"targets": ["q_proj"]}, {"targets": ["q_proj", "v_proj"], "dora": True}, {"init": "pissa"},
+        {"targets": ["q_proj"]}, {"init": "pissa"},
     ]:  # fmt: skip
         with subtests.test(other=other), pytest.raises(ArtifactError):
             adapter_files.load_adapter(weightless(), folder, section.model_copy(update=other))
+    for text in ("", "[]", "{"):
+        with subtests.test(text=text), refusal(ArtifactError, "damaged"):
+            (folder / CONFIG).write_text(text)
+            adapter_files.load_adapter(weightless(), folder, section)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -159,10 +153,8 @@ FORGERIES: dict[str, Callable[[Tensors, str], Tensors]] = {
     "flat": changed(torch.flatten),
     "a row more": changed(lambda tensor: torch.cat([tensor, tensor[:1]])),
     "a row less": changed(lambda tensor: tensor[1:]),
-    **{
-        f"of type {kind}": changed(lambda tensor, kind=kind: tensor.to(kind))
-        for kind in (torch.float16, torch.int8)
-    },
+    "of type float16": changed(lambda tensor: tensor.half()),
+    "of type int8": changed(lambda tensor: tensor.to(torch.int8)),
     "renamed": renamed(lambda name: name + "x"),
     "of another layer": renamed(lambda name: name.replace(".layers.", ".layers.9")),
     "of another adapter": renamed(lambda name: name.replace(".lora_", ".lora_X")),
@@ -179,8 +171,8 @@ FORGERIES: dict[str, Callable[[Tensors, str], Tensors]] = {
 @pytest.mark.slow
 def test_forged_tensors_are_refused(folder: Path, section: AdapterSection) -> None:
     tensors = load_file(folder / WEIGHTS)
-    chosen = random.Random(11).sample(sorted(tensors), 2)
-    for (what, forge), name in itertools.product(FORGERIES.items(), chosen):
+    chosen = random.Random(11).sample(sorted(tensors), len(FORGERIES))
+    for (what, forge), name in zip(FORGERIES.items(), chosen, strict=True):
         save_file(forge(tensors, name), folder / WEIGHTS, {"format": "pt"})
         try:
             load_on_a_new_base(folder, section)
@@ -193,13 +185,6 @@ def test_forged_tensors_are_refused(folder: Path, section: AdapterSection) -> No
 
 # -- wherever it is read -----------------------------------------------------------------------------------------------
 
-USES: dict[str, Callable[[RunDirectory], object]] = {
-    "generate": lambda run: finetune.generate(run, "x", max_new_tokens=2),
-    "evaluate": finetune.evaluate,
-    "merge": finetune.merge,
-}
-SAMPLES = ["one missing", "an unknown one", "not a number"]
-
 
 def forge(file: Path, what: str) -> None:
     tensors = load_file(file)
@@ -209,10 +194,12 @@ def forge(file: Path, what: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", SAMPLES)
+@pytest.mark.parametrize(
+    "what", sampled(["one missing", "an unknown one", "not a number"], "one missing", "not a number")
+)
 def test_generate_eval_merge_and_doctor_refuse_it(what: str, run: RunDirectory) -> None:
     forge(run.adapter / WEIGHTS, what)
-    for use in USES.values():
+    for use in (lambda run: finetune.generate(run, "x", max_new_tokens=2), finetune.evaluate, finetune.merge):
         with pytest.raises(ArtifactError, match=WEIGHTS):
             use(run)
     assert not run.merged.exists()

@@ -25,10 +25,6 @@ def _pickle_alone(base: Path, trap: Trap) -> None:
     trap.pickled(base / "pytorch_model.bin")
 
 
-def _pickle_by_another_name(base: Path, trap: Trap) -> None:
-    trap.pickled(base / "model.safetensors")
-
-
 def _pickle_in_the_index(base: Path, trap: Trap) -> None:
     (base / "model.safetensors").unlink()
     trap.pickled(base / "model-1.bin")
@@ -40,14 +36,12 @@ def _pickle_in_the_config(base: Path, trap: Trap) -> None:
     change(base / "config.json", transformers_weights="adapter_model.bin")
 
 
-def _weights_outside(base: Path, trap: Trap) -> None:
-    shutil.move(base / "model.safetensors", base.parent / "outside.safetensors")
-    _index(base, "../outside.safetensors")
+def _weights_outside(absolute: bool) -> Callable[[Path, Trap], None]:
+    def move(base: Path, trap: Trap) -> None:
+        outside = shutil.move(base / "model.safetensors", base.parent / "outside.safetensors")
+        _index(base, str(outside) if absolute else "../outside.safetensors")
 
-
-def _weights_at_an_absolute_place(base: Path, trap: Trap) -> None:
-    outside = shutil.move(base / "model.safetensors", base.parent / "outside.safetensors")
-    _index(base, str(outside))
+    return move
 
 
 def _index(base: Path, file: str) -> None:
@@ -91,25 +85,12 @@ def _tokenizer_with_broken_ids(base: Path, trap: Trap) -> None:
     (base / "tokenizer.json").write_text(json.dumps(rules))
 
 
-def _nested(base: Path, trap: Trap) -> None:
-    (base / "config.json").write_text("[" * 100_000)
-
-
-def _kernel(base: Path, trap: Trap) -> None:
-    change(base / "config.json", experts_implementation="someone/kernel")
-
-
-def _attention_kernel(base: Path, trap: Trap) -> None:
-    change(base / "config.json", attn_implementation="kernels-community/flash-attn")
-
-
-def _absurd_sizes(base: Path, trap: Trap) -> None:
-    change(base / "config.json", num_attention_heads=0)
+def _says_of_the_base(**values: Any) -> Callable[[Path, Trap], None]:
+    return lambda base, trap: change(base / "config.json", **values)
 
 
 def _packed(name: str) -> Callable[[Path, Trap], None]:
-    forms = {"quant_method": "gguf", "modules_to_convert": {name: "q4_k"}}
-    return lambda base, trap: change(base / "config.json", quantization_config=forms)
+    return _says_of_the_base(quantization_config={"quant_method": "gguf", "modules_to_convert": {name: "q4_k"}})
 
 
 def _template(text: str) -> Callable[[Path, Trap], None]:
@@ -123,23 +104,26 @@ _OUT = "{{ ''.__class__.__base__.__subclasses__()[-1].__init__.__globals__['os']
 
 BASES: dict[str, tuple[Callable[[Path, Trap], None], str]] = {
     "a pickle alone": (_pickle_alone, "model.safetensors"),
-    "a pickle by another name": (_pickle_by_another_name, "model.safetensors"),
+    "a pickle by another name": (lambda base, trap: trap.pickled(base / "model.safetensors"), "model.safetensors"),
     "a pickle in the index": (_pickle_in_the_index, "model-1.bin: only .safetensors files are supported"),
     "a pickle in the config": (_pickle_in_the_config, "adapter_model.bin: only .safetensors files are supported"),
-    "weights outside": (_weights_outside, "outside.safetensors, outside its folder"),
-    "weights at an absolute place": (_weights_at_an_absolute_place, "outside.safetensors, outside its folder"),
+    "weights outside": (_weights_outside(absolute=False), "outside.safetensors, outside its folder"),
+    "weights at an absolute place": (_weights_outside(absolute=True), "outside.safetensors, outside its folder"),
     "an adapter beside the model": (_adapter_beside, "adapter_config.json: an adapter next to the base"),
     "code for the config": (_code_for_the_config, "base"),
     "code elsewhere for the config": (_code_elsewhere_for_the_config, "base"),
     "code for the tokenizer": (_code_for_the_tokenizer, "base"),
     "a huge tokenizer": (_huge_tokenizer, "tokenizer.json: 1099511627776 bytes"),
     "a tokenizer with broken ids": (_tokenizer_with_broken_ids, "expected u32"),
-    "a config nested without end": (_nested, "base"),
+    "a config nested without end": (lambda base, trap: (base / "config.json").write_text("[" * 100_000), "base"),
     "packed weights that are not there": (_packed("model.evil.weight"), "'model.evil.weight' is in q4_k"),
     "packed rows that blocks do not divide": (_packed("model.embed_tokens.weight"), "is in q4_k"),
-    "a kernel from the hub": (_kernel, "someone/kernel"),
-    "an attention kernel from the hub": (_attention_kernel, "asks for the kernel 'kernels-community/flash-attn'"),
-    "no attention heads": (_absurd_sizes, "base"),
+    "a kernel from the hub": (_says_of_the_base(experts_implementation="someone/kernel"), "someone/kernel"),
+    "an attention kernel from the hub": (
+        _says_of_the_base(attn_implementation="kernels-community/flash-attn"),
+        "asks for the kernel 'kernels-community/flash-attn'",
+    ),
+    "no attention heads": (_says_of_the_base(num_attention_heads=0), "base"),
     "a template that reaches out": (_template(_OUT), "violates its sandbox"),
     "a template nested without end": (
         _template("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
@@ -232,13 +216,6 @@ def test_a_hostile_adapter_is_refused_and_nothing_runs(name: str, run: RunDirect
     spoil, words = ADAPTERS[name]
     spoil(run, trap)
     refused(call("generate", run.path, "--prompt", "x"), run.adapter, words)
-
-
-def test_merge_and_eval_refuse_it_too(run: RunDirectory, trap: Trap, call) -> None:
-    _pickled_adapter(run, trap)
-    refused(call("merge", run.path, writes=run.path), "adapter_model.safetensors")
-    refused(call("eval", run.path), "adapter_model.safetensors")
-    assert not run.merged.exists()
 
 
 def test_the_base_that_an_adapter_names_is_not_fetched(run: RunDirectory, call) -> None:

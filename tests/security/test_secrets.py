@@ -1,37 +1,29 @@
-"""A secret in the environment, or by mistake in a config, is in no file, no output and no traceback."""
+"""A secret in the environment, or by mistake in a config, is in no output and no traceback.
+
+Nor in a file of a run: test_hostile_runs.py.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from hostile import TINY
-
-CANARY = "hf_canaryCANARYcanary0123456789"
-VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
+from hostile import CANARY, SECRETS
 
 
 @pytest.fixture(autouse=True)
 def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
+    for name in SECRETS:
         monkeypatch.setenv(name, CANARY)
 
 
-@pytest.mark.slow
-def test_no_file_of_a_run_and_no_output_has_it(train, foreign: Path, tmp_path: Path) -> None:
-    config = foreign / "job.yaml"
-    config.write_text(f"# token: {CANARY}\n{TINY.read_text()}")
-    more = ["output.merge=true", "output.save_every=1", "tracking.to=[tensorboard]", "memory.profile_steps=1"]
-    ended = train(*more, config=config)
-    assert ended.code == 0, ended.err
-    assert CANARY not in ended.out + ended.err
-    files = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
-    assert len(files) > 20
-    assert [file for file in files if CANARY.encode() in file.read_bytes()] == []
-
-
-@pytest.mark.parametrize("debug", [(), ("--debug",)])
-@pytest.mark.parametrize("override", ["model.name=./nowhere", "model.name=someone/else", "data.train=nowhere.jsonl"])
+@pytest.mark.parametrize(
+    ("override", "debug"),
+    [
+        ("model.name=./nowhere", ()), ("model.name=someone/else", ()), ("data.train=nowhere.jsonl", ()),
+        ("model.name=someone/else", ("--debug",)), ("data.train=nowhere.jsonl", ("--debug",)),
+    ],
+)  # fmt: skip
 def test_no_error_and_no_traceback_has_it(override: str, debug: tuple[str, ...], train) -> None:
     ended = train(override, *debug)
     assert ended.code in ((1,) if debug else (3, 4, 7))
