@@ -102,17 +102,11 @@ def configure(request: pytest.FixtureRequest, tmp_path: Path, rows: Path) -> Cal
         file = tmp_path / "gpu.yaml"
         file.write_text("")
         settings = {
-            "data.train": rows,
-            "data.format": "text",
-            "data.eval": "none",
-            "data.max_length": 128,
-            "training.batch_size": 4,
-            "training.micro_batch": 2,
-            "training.max_steps": 12,
-            "training.learning_rate": 3e-3,
-            "output.dir": tmp_path / "run",
+            "data.train": rows, "data.format": "text", "data.eval": "none", "data.max_length": 128,
+            "training.batch_size": 4, "training.micro_batch": 2, "training.max_steps": 12,
+            "training.learning_rate": 3e-3, "output.dir": tmp_path / "run",
             **{key.replace("__", "."): value for key, value in changes.items()},
-        }
+        }  # fmt: skip
         if DEVICE.type != "cuda":
             request.getfixturevalue("hurried")
             settings["model.name"] = request.getfixturevalue("shallow_base")
@@ -133,11 +127,8 @@ def train_in_a_process(cuda: torch.device) -> Callable[[str, Path], subprocess.C
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         return subprocess.run(
             [sys.executable, "-m", "finetune", "train", str(file)],
-            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
 
     return train
 

@@ -45,19 +45,13 @@ def test_a_small_job_is_forecast_and_trained(measured: tuple[dict[str, Any], Pat
         assert {"load", "forward", "backward", "optimizer"} <= {phase["phase"] for phase in found["phases"]}
 
 
-def test_a_small_job_takes_what_was_forecast(
-    forecast_gpu: ModuleType, cuda: torch.device, measured: tuple[dict[str, Any], Path]
-) -> None:
-    found, _ = measured
-    assert found["forecast_allocated_bytes"] == 0
-    assert abs(found["relative_errors"]["allocated"]) <= forecast_gpu.GOALS["allocated"], found
-    assert abs(found["relative_errors"]["reserved"]) <= forecast_gpu.GOALS["reserved"], found
-
-
-def test_a_recorded_job_reserves_on_paper_what_it_reserved(
+def test_a_small_job_takes_what_was_forecast_and_reserves_on_paper_what_it_reserved(
     forecast_gpu: ModuleType, cuda: torch.device, measured: tuple[dict[str, Any], Path]
 ) -> None:
     found, folder = measured
+    assert found["forecast_allocated_bytes"] == 0
+    assert abs(found["relative_errors"]["allocated"]) <= forecast_gpu.GOALS["allocated"], found
+    assert abs(found["relative_errors"]["reserved"]) <= forecast_gpu.GOALS["reserved"], found
     assert "left_out" not in found["recording"], found["recording"]
     assert abs(found["recording"]["reserved_error"]) <= forecast_gpu.GOALS["reserved"]
     assert (folder / found["recording"]["file"]).is_file()

@@ -40,11 +40,8 @@ def assert_one_rounding(found: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("shape", [(2, TOKENS, HIDDEN), (2, TOKENS, 8, 128)], ids=["hidden", "heads"])
 def test_norms(cuda, dtype, shape) -> None:
-    x, dy, weight = (
-        torch.randn(shape, dtype=dtype),
-        torch.randn(shape, dtype=dtype),
-        torch.randn(shape[-1], dtype=dtype),
-    )
+    x, dy = torch.randn(2, *shape, dtype=dtype)
+    weight = torch.randn(shape[-1], dtype=dtype)
     y, rstd = ops.rms_norm(*on(cuda, x, weight), 1e-6, 1.0, False, 16)
     assert_one_rounding(y[..., : shape[-1]], exactly(ops.rms_norm, x, weight, 1e-6, 1.0, False)[0])
     dx = ops.rms_norm_backward(*on(cuda, dy, x, weight), rstd, 1.0)
@@ -85,19 +82,20 @@ def test_gated_activations(cuda, dtype, activation) -> None:
         assert (one.float() - other).norm() <= torch.finfo(dtype).eps * other.norm()
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize(("kind", "nested"), [("nf4", True), ("nf4", False), ("fp4", False)])
 def test_4_bit_weights_to_the_bit(cuda, dtype, kind, nested) -> None:
     whole = torch.randn(256, HIDDEN, dtype=dtype)
     weight = bnb.nn.Params4bit(whole, requires_grad=False, quant_type=kind, compress_statistics=nested).to(cuda)
-    out = torch.zeros(256, HIDDEN + 16, dtype=dtype, device=cuda)
-    ops.decode_(out[:, :HIDDEN], weight)
-    assert torch.equal(out[:, :HIDDEN], bnb.functional.dequantize_4bit(weight.data, weight.quant_state))
-    assert not out[:, HIDDEN:].any()
+    assert_decoded(weight, bnb.functional.dequantize_4bit(weight.data, weight.quant_state))
 
 
 def test_8_bit_weights_to_the_bit(cuda, dtype) -> None:
     weight = eight_bit.quantized(torch.randn(256, HIDDEN, dtype=dtype)).to(cuda)
-    out = torch.zeros(256, HIDDEN + 16, dtype=dtype, device=cuda)
+    assert_decoded(weight, eight_bit.dequantized(weight.CB, weight.SCB, dtype))
+
+
+def assert_decoded(weight: Tensor, expected: Tensor) -> None:
+    out = torch.zeros(256, HIDDEN + 16, dtype=expected.dtype, device=expected.device)
     ops.decode_(out[:, :HIDDEN], weight)
-    assert torch.equal(out[:, :HIDDEN], eight_bit.dequantized(weight.CB, weight.SCB, dtype))
+    assert torch.equal(out[:, :HIDDEN], expected)
+    assert not out[:, HIDDEN:].any()

@@ -58,14 +58,9 @@ def test_gradients_under_a_real_cap_equal_those_without(
 def test_the_worst_first_puts_everything_back(configure: Configure, device: torch.device, kind: str) -> None:
     """Paged states are large from 100,000 numbers on, which the whole tiny model has and its adapter has not."""
     loop = ready(
-        configure(
-            adapter__kind="none",
-            quantization__kind="none",
-            optimizer__kind=kind,
-            optimizer__weight_decay=0.1,
-            memory__check="off",
-        )
-    )
+        configure(adapter__kind="none", quantization__kind="none", optimizer__kind=kind, optimizer__weight_decay=0.1,
+                  memory__check="off")
+    )  # fmt: skip
 
     def state() -> dict[str, torch.Tensor]:
         found = {name: weight.detach() for name, weight in loop.step.model.named_parameters()}

@@ -38,14 +38,11 @@ PAGED_ELEMENTS = 100_000
 
 def tiny(device: torch.device, implementation: str = "sdpa", kind: str = "nf4") -> Any:
     """The built-in base on `device`."""
+    architecture = load_architecture(ModelSection())
     return load_base(
-        ModelSection(),
-        QuantizationSection(kind=kind),
-        load_architecture(ModelSection()),
-        attention=implementation,
-        dtype=torch.bfloat16,
+        ModelSection(), QuantizationSection(kind=kind), architecture, attention=implementation, dtype=torch.bfloat16,
         device=device,
-    )
+    )  # fmt: skip
 
 
 def batch(device: torch.device) -> dict[str, torch.Tensor]:
@@ -170,18 +167,19 @@ def test_paged_states_are_outside_the_caching_allocator(cuda: torch.device) -> N
     ("mode", "layers"), [("all", 4), ("every-2", 2), (3, 3), ("keep-attention", 4), ("keep-both", 4)]
 )
 def test_checkpointing_does_not_change_the_gradient(mode: str | int, layers: int, device: torch.device) -> None:
-    loss, gradient = checkpointed_gradient(MemorySection(checkpointing="none"), 0, device)
-    other_loss, other = checkpointed_gradient(MemorySection(checkpointing=mode), layers, device)
-    assert other_loss == pytest.approx(loss, rel=BF16_TOLERANCE)
-    assert gradient.norm() > 0
-    assert distance(other, gradient) < BF16_TOLERANCE
+    assert_same_gradient(MemorySection(checkpointing=mode), layers, device)
 
 
 @pytest.mark.parametrize(("mode", "layers"), [("all", 4), (3, 3), ("keep-both", 4)])
 def test_offloading_checkpoints_does_not_change_the_gradient(mode: str | int, layers: int, cuda: torch.device) -> None:
-    loss, gradient = checkpointed_gradient(MemorySection(checkpointing="none"), 0, cuda)
-    other_loss, other = checkpointed_gradient(MemorySection(checkpointing=mode, offload="checkpoints"), layers, cuda)
+    assert_same_gradient(MemorySection(checkpointing=mode, offload="checkpoints"), layers, cuda)
+
+
+def assert_same_gradient(section: MemorySection, layers: int, device: torch.device) -> None:
+    loss, gradient = checkpointed_gradient(MemorySection(checkpointing="none"), 0, device)
+    other_loss, other = checkpointed_gradient(section, layers, device)
     assert other_loss == pytest.approx(loss, rel=BF16_TOLERANCE)
+    assert gradient.norm() > 0
     assert distance(other, gradient) < BF16_TOLERANCE
 
 
@@ -235,14 +233,9 @@ def test_random_quantized_weights_need_one_module_more_than_their_final_size(
 
     hidden = 2048 if cuda.type == "cuda" else 256
     architecture = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=4,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        vocab_size=2048,
-        tie_word_embeddings=True,
-    )
+        hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=4, num_attention_heads=16,
+        num_key_value_heads=16, vocab_size=2048, tie_word_embeddings=True,
+    )  # fmt: skip
     # Libraries' first use (cuBLAS, code tables) is no part of it.
     tiny(cuda)
     torch.cuda.empty_cache()
@@ -258,19 +251,13 @@ def test_random_quantized_weights_need_one_module_more_than_their_final_size(
     four_bit = kind == "nf4"
     kinds = {type(module).__name__ for module in model.model.layers.modules() if isinstance(module, torch.nn.Linear)}
     assert kinds == {"Linear4bit" if four_bit else "Linear8bitLt"}
-    assert final < (0.35 if four_bit else 0.6) * 2 * sum_of_sizes(architecture)
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(architecture).num_parameters()
+    assert final < (0.35 if four_bit else 0.6) * 2 * parameters
     # Beside the module itself: in 4 bit its float32 block constants, before they are quantized (4 bytes for 64
     # weights); in 8 bit the module in float16. The allocator may hand out a block up to 1 MiB larger than asked for.
     beside = largest_module_bytes * (4 / 64 / 2 if four_bit else 1)
     assert above <= largest_module_bytes + beside + 4 * 2**20
-
-
-def sum_of_sizes(architecture: Any) -> int:
-    """Number of parameters of the architecture."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(architecture).num_parameters()
 
 
 def test_a_paged_state_comes_back_bit_for_bit_and_paged(device: torch.device) -> None:

@@ -25,6 +25,11 @@ BesideContext = Callable[[int], int]
 MIB = 2**20
 PAGE = 18 * MIB  # how far a growing segment's last page may reach over a cap, see `inspect.cap`
 
+LARGE = {
+    "memory__checkpointing": "none", "memory__check": "off", "training__batch_size": 64, "training__micro_batch": 64,
+    "data__max_length": 512,
+}  # fmt: skip
+
 
 def losses(run: RunDirectory) -> list[float]:
     return [line["loss"] for line in run.metrics() if "loss" in line]
@@ -42,15 +47,12 @@ def falls(run: RunDirectory) -> bool:
     return statistics.fmean(found[-3:]) < 0.9 * statistics.fmean(found[:3])
 
 
-def test_an_nf4_base_trains_and_its_loss_falls(configure: Configure, device: torch.device) -> None:
-    result = finetune.train(configure())
-    assert len(losses(result.run)) == 12
-    assert falls(result.run)
-
-
-@pytest.mark.parametrize("quantization", ["int8", "fp4", "none"])
-def test_every_other_storage_trains(configure: Configure, device: torch.device, quantization: str) -> None:
-    assert falls(finetune.train(configure(quantization__kind=quantization)).run)
+@pytest.mark.parametrize("quantization", ["nf4", "int8", "fp4", "none"])
+def test_every_storage_trains(configure: Configure, device: torch.device, quantization: str) -> None:
+    run = finetune.train(configure(quantization__kind=quantization)).run
+    assert len(losses(run)) == 12
+    assert falls(run)
+    assert not run.snapshot_file.exists()
 
 
 def test_offloaded_checkpoints_train_to_the_same_losses(
@@ -90,8 +92,10 @@ def test_a_resumed_run_ends_with_the_same_bits_in_the_same_memory(
     assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
 
 
-def test_memory_lines_nest(configure: Configure, cuda: torch.device) -> None:
-    result = finetune.train(configure(training__max_steps=3))
+def test_memory_lines_nest_and_a_snapshot_is_written_when_asked_for(configure: Configure, cuda: torch.device) -> None:
+    result = finetune.train(
+        configure(training__max_steps=3, training__micro_batch=4, data__max_length=512, memory__snapshot=True)
+    )
     lines = [line["memory"] for line in result.run.metrics()]
     assert len(lines) == 3
     for phases in lines:
@@ -99,13 +103,9 @@ def test_memory_lines_nest(configure: Configure, cuda: torch.device) -> None:
         for peak in phases.values():
             assert 0 < peak["allocated_bytes"] <= peak["reserved_bytes"] <= peak["device_bytes"]
     assert peaks_of(result.run)["load"]["allocated_bytes"] > 0
-
-
-def test_the_backward_peak_is_above_the_optimizer_peak(configure: Configure, cuda: torch.device) -> None:
     # A phase that measured another one's work would show it here: the update needs no activations.
-    result = finetune.train(configure(training__max_steps=3, training__micro_batch=4, data__max_length=512))
-    last = result.run.metrics()[-1]["memory"]
-    assert last["backward"]["allocated_bytes"] > last["optimizer"]["allocated_bytes"]
+    assert lines[-1]["backward"]["allocated_bytes"] > lines[-1]["optimizer"]["allocated_bytes"]
+    assert result.run.snapshot_file.stat().st_size > 0
 
 
 @pytest.mark.parametrize(
@@ -116,24 +116,12 @@ def test_the_backward_peak_is_above_the_optimizer_peak(configure: Configure, cud
     ],
 )
 def test_a_cap_that_is_too_small_ends_with_exit_code_6_and_a_snapshot(
-    configure: Configure,
-    train_in_a_process: Train,
-    beside_context: BesideContext,
-    cuda: torch.device,
-    tmp_path: Path,
-    room_bytes: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    configure: Configure, train_in_a_process: Train, beside_context: BesideContext, cuda: torch.device, tmp_path: Path,
+    room_bytes: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     # In a process of its own: the cap holds for the whole process. Segments of fixed size, whose pages are smaller.
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    config = configure(
-        memory__limit=beside_context(room_bytes),
-        memory__check="off",
-        memory__checkpointing="none",
-        training__batch_size=64,
-        training__micro_batch=64,
-        data__max_length=512,
-    )
+    config = configure(memory__limit=beside_context(room_bytes), **LARGE)
     done = train_in_a_process(dump(config), tmp_path / "capped.yaml")
     assert done.returncode == 6, done.stderr
     assert done.stderr.startswith("error: out of memory")
@@ -145,17 +133,9 @@ def test_a_cap_that_is_too_small_ends_with_exit_code_6_and_a_snapshot(
 def test_a_cap_that_takes_fewer_rows_is_trained_within(
     configure: Configure, train_in_a_process: Train, beside_context: BesideContext, cuda: torch.device, tmp_path: Path
 ) -> None:
-    changes = {
-        "memory__checkpointing": "none",
-        "memory__check": "off",
-        "training__batch_size": 64,
-        "training__micro_batch": 64,
-        "training__max_steps": 6,
-        "data__max_length": 512,
-    }
-    done = train_in_a_process(
-        dump(configure(**changes, memory__limit=beside_context(256 * MIB))), tmp_path / "capped.yaml"
-    )
+    changes = {**LARGE, "training__max_steps": 6}
+    config = configure(**changes, memory__limit=beside_context(256 * MIB))
+    done = train_in_a_process(dump(config), tmp_path / "capped.yaml")
     assert done.returncode == 0, done.stderr
     capped = RunDirectory(tmp_path / "run")
     splits = [event for event in capped.events() if event["event"] == "micro_batch_split"]
@@ -173,15 +153,6 @@ def test_a_cap_that_fits_is_kept(
     done = train_in_a_process(dump(config), tmp_path / "capped.yaml")
     assert done.returncode == 0, done.stderr
     assert max(peak["reserved_bytes"] for peak in peaks_of(RunDirectory(tmp_path / "run")).values()) <= 512 * MIB + PAGE
-
-
-def test_a_snapshot_is_written_when_asked_for(configure: Configure, cuda: torch.device) -> None:
-    result = finetune.train(configure(memory__snapshot=True, training__max_steps=2))
-    assert result.run.snapshot_file.stat().st_size > 0
-
-
-def test_no_snapshot_is_written_otherwise(configure: Configure, device: torch.device) -> None:
-    assert not finetune.train(configure(training__max_steps=2)).run.snapshot_file.exists()
 
 
 def test_the_merged_model_is_the_trained_one(configure: Configure, device: torch.device) -> None:
