@@ -38,17 +38,8 @@ def run(empty_run: RunDirectory) -> RunDirectory:
     run.event("best_loaded", step=2)
     run.event("trained", step=3, best_step=2, memory={"load": {"resident_bytes": 2048 * MIB}})
     run.event("finished", step=3, best_step=2)
-    write_json(
-        run.answers_file,
-        [
-            {
-                "question": "What is <b>x</b>?",
-                "reference": "A name.",
-                "before": "[/red]",
-                "after": "<script>alert(1)</script>",
-            }
-        ],
-    )
+    answer = {"question": "What is <b>x</b>?", "reference": "A name.", "before": "[/red]"}
+    write_json(run.answers_file, [answer | {"after": "<script>alert(1)</script>"}])
     write_json(run.environment_file, {"python": "3.11", "device": {"type": "cpu"}, "cpu_cores": 2, "threads": 2})
     run.adapter.mkdir()
     return run

@@ -12,16 +12,10 @@ MIB = 2**20
 
 def training_line(step: int, loss: float | None, **memory_mib: int) -> dict[str, Any]:
     return {
-        "step": step,
-        "loss": loss,
-        "learning_rate": 2e-4,
-        "grad_norm": 1.0,
-        "epoch": step / 10,
-        "tokens": 100 * step,
-        "tokens_per_second": 1000.0 * step,
-        "padding_share": 0.5 if step == 1 else 0.0,
+        "step": step, "loss": loss, "learning_rate": 2e-4, "grad_norm": 1.0, "epoch": step / 10, "tokens": 100 * step,
+        "tokens_per_second": 1000.0 * step, "padding_share": 0.5 if step == 1 else 0.0,
         "memory": {phase: {"resident_bytes": size * MIB} for phase, size in memory_mib.items()},
-    }
+    }  # fmt: skip
 
 
 def evaluation_line(step: int, loss: float | None, size_mib: int = 700) -> dict[str, Any]:

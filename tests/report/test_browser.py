@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from forecasts import forecast
+from jobs import sampled
 from report_lines import MIB, evaluation_line, training_line
 from test_data_view import inspection
 
@@ -90,12 +92,8 @@ def make_run(folder: Path, name: str, steps: int) -> RunDirectory:
              for step in range(1, steps + 1)]  # fmt: skip
     write_lines(run.metrics_file, [evaluation_line(0, 4.0), *lines, evaluation_line(steps, 1.5)])
     run.event("trained", step=steps, memory={"load": {"resident_bytes": 700 * MIB}})
-    text = {
-        "question": LONG,
-        "reference": "A name.",
-        "before": LONG,
-        "after": "<script>document.title = 'run'</script>",
-    }
+    text = {"question": LONG, "reference": "A name.", "before": LONG,
+            "after": "<script>document.title = 'run'</script>"}  # fmt: skip
     write_json(run.answers_file, [text])
     write_json(run.environment_file, {"device": {"type": "cpu"}, "cpu_cores": 2, "threads": 2, "source_revision": LONG})
     split = {"rows": 1000, "tokens": 4000, "trained_tokens": 1000, "longest": 60}
@@ -153,8 +151,15 @@ def browser() -> Iterator[Any]:
         launched.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", list(CHARTS))
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    sampled(
+        itertools.product(CHARTS, ("light", "dark")),
+        *((name, "light") for name in CHARTS),
+        ("report", "dark"),
+        ("data", "dark"),
+    ),
+)
 def test_a_page_is_whole_and_readable_on_a_screen_and_on_a_phone(
     browser: Any, pages: dict[str, Path], name: str, scheme: str
 ) -> None:
@@ -256,17 +261,14 @@ def test_two_fingers_zoom_all_charts_of_a_phone_and_a_button_shows_all_again(
     context.close()
 
 
-def test_a_page_without_scripts_names_the_picture(browser: Any, pages: dict[str, Path]) -> None:
+def test_without_scripts_the_picture_is_named_and_a_script_that_is_not_the_pages_own_is_stopped(
+    browser: Any, pages: dict[str, Path], tmp_path: Path
+) -> None:
     context = browser.new_context(java_script_enabled=False)
     view = context.new_page()
     view.goto(pages["report"].as_uri())
     assert view.locator("noscript a").get_attribute("href") == "training.png"
     context.close()
-
-
-def test_the_policy_stops_a_script_that_is_not_the_pages_own(
-    browser: Any, pages: dict[str, Path], tmp_path: Path
-) -> None:
     forged = tmp_path / "forged.html"
     forged.write_text(pages["report"].read_text().replace("</h1>", "</h1><script>document.title = 'run'</script>"))
     view = browser.new_page()

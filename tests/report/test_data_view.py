@@ -74,10 +74,6 @@ def cells(text: str, name: str) -> list[str]:
 # -- on a terminal and in a log ----------------------------------------------------------------------------------------
 
 
-def test_the_first_line_is_the_answer() -> None:
-    assert shown(inspection()).splitlines()[0] == "1,000 rows teach 50,000 of 200,000 tokens (25.0%)"
-
-
 def test_unused_columns_and_control_tokens_have_a_line_each() -> None:
     assert "not used" not in shown(inspection())
     spelt = [Affected("rows.jsonl:7", "kept", CONTROL_TOKENS, 20)]
@@ -129,41 +125,29 @@ def test_batch_largest_batch_longest_row_and_fingerprint_are_shown() -> None:
     assert "16 rows a step, micro-batches of at most 4,096 tokens" in shown(inspection(micro_batch_tokens=4096))
 
 
-def test_dropped_rows_are_shown_with_their_locations_if_there_are_any() -> None:
+def test_the_answer_comes_first_and_dropped_rows_are_shown_with_their_locations_if_there_are_any() -> None:
     rows = [Affected(f"rows.jsonl:{line}", "dropped", EMPTY if line < 3 else UNTRAINED) for line in range(1, 6)]
-    train = Counts(rows=1, tokens=10, trained_tokens=5, longest=10, affected=rows)
-    text = shown(inspection(train=train))
+    text = shown(inspection(train=Counts(rows=1, tokens=10, trained_tokens=5, longest=10, affected=rows)))
     assert cells(text, "dropped") == ["dropped", "5", "0"]
     assert "2 empty answer, 3 nothing to train (rows.jsonl:1, rows.jsonl:2, rows.jsonl:3, ...)" in text
-    assert "dropped, training" not in shown(inspection())
+    plain = shown(inspection())
+    assert plain.splitlines()[0] == "1,000 rows teach 50,000 of 200,000 tokens (25.0%)"
+    assert "dropped, training" not in plain
 
 
-def test_without_colours_brackets_mark_trained_tokens() -> None:
+def test_trained_tokens_are_green_or_in_brackets_and_all_that_has_no_glyph_is_escaped() -> None:
     text = shown(inspection())
     assert "    <s>Hi↵\n    ⟦ one</s>⟧\n" in text
     assert "trained tokens in ⟦ ⟧" in text
     assert "\x1b" not in text
-
-
-def test_with_colours_trained_tokens_are_green_and_context_is_dim() -> None:
     text = shown(inspection(), colours=True)
     assert "\x1b[32m one</s>\x1b[0m" in text
     assert "\x1b[2m<s>Hi↵\x1b[0m" in text
     assert "⟦" not in text
-    assert "trained tokens in green" in text
-
-
-def test_rows_are_printed_with_ascii_marks_on_an_ascii_console() -> None:
     text = shown(inspection(samples=(sample(("é\n", False), ("日", True)),)), encoding="ascii")
-    assert text.isascii()
     assert "    ?\\n\n    [[?]]" in text
-
-
-def test_characters_without_a_glyph_are_escaped() -> None:
     for trained in (True, False):
-        text = shown(inspection(samples=(sample((UNSEEN, trained), place=UNSEEN),)))
-        assert SPELT_OUT in text
-        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u200b]", text)
+        assert SPELT_OUT in shown(inspection(samples=(sample((UNSEEN, trained), place=UNSEEN),)))
 
 
 def test_the_middle_of_a_long_row_is_replaced_by_its_length() -> None:
@@ -197,14 +181,11 @@ def test_a_small_evaluation_set_and_prompts_without_a_template_are_pointed_out()
     assert re.search(r"^prompts +plain text in 2 rows, .*; no white space before the answer in 1 \(see", text, re.M)
 
 
-def test_each_token_has_an_element_and_the_trained_ones_are_marked() -> None:
-    page = DataView(inspection()).page()
-    assert "<span>&lt;s&gt;</span><span>Hi</span><span>↵\n</span><mark> one</mark><mark>&lt;/s&gt;</mark>" in page
-
-
-def test_a_notebook_shows_the_body_of_the_page() -> None:
+def test_each_token_has_an_element_the_trained_ones_are_marked_and_a_notebook_shows_the_body() -> None:
     look = DataView(inspection())
-    assert look._repr_html_() in DataView(inspection()).page()
+    page = look.page()
+    assert "<span>&lt;s&gt;</span><span>Hi</span><span>↵\n</span><mark> one</mark><mark>&lt;/s&gt;</mark>" in page
+    assert look._repr_html_() in page
     assert not Reader(look._repr_html_()).tags & {"html", "style", "body"}
     assert repr(look) == "<data: 1,000 rows teach 50,000 of 200,000 tokens (25.0%)>"
 

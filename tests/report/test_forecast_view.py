@@ -44,39 +44,47 @@ def row(text: str, name: str) -> list[str]:
     return [cell for cell in re.split(r"\s{2,}|\s*│\s*", line.strip("│ ")) if cell]
 
 
-def test_the_first_line_is_the_answer() -> None:
-    assert shown(forecast()).splitlines()[0] == "fits: 7.00 of 12.00 GiB on RTX 3090"
-    too_much = shown(forecast(budget=6 * GIB)).splitlines()[0]
-    assert too_much == "does NOT fit: 7.00 of 6.00 GiB on RTX 3090, 1.00 GiB too much"
+HELD = Mixture(128, 8, "nf4", 1.0, 1_500_000_000, 30_500_000_000)
+ONE_ROW = LargestBatch(rows=1, tokens=300, padded=False, trained_tokens=299, source="the data's rows")
 
 
-def test_the_batch_is_shown_with_the_source_of_its_lengths() -> None:
-    line = "batch      4 rows x 2,048 tokens, padded, 2 such micro-batches a step; lengths from data.max_length"
-    assert line in shown(forecast()).splitlines()
-    single = LargestBatch(rows=1, tokens=300, padded=False, trained_tokens=299, source="the data's rows")
-    assert "batch      1 row x 300 tokens; lengths from the data's rows" in shown(forecast(batch=single, tokens=300))
+def shared(**values: Any) -> dict[str, Any]:
+    return {"sharing": DistributedSection(**values).model_dump()}
 
 
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        ({"kind": "ddp"}, "a copy of the model on each GPU (ddp)"),
-        ({"kind": "fsdp", "context": 2}, "shards of weights, gradients and optimizer states on each GPU (fsdp, stage "
-         "weights); each row split over 2 GPUs"),
-        ({"kind": "deepspeed", "stage": "optimizer", "offload": "cpu"}, "shards of optimizer states in the host memory "
-         "of each GPU (deepspeed, stage optimizer)"),
-    ],
-)  # fmt: skip
-def test_how_ranks_share_the_model_is_shown_with_the_name_of_the_way(section: dict[str, Any], expected: str) -> None:
-    planned = forecast(sharing=DistributedSection(**section).model_dump())
-    assert f"sharing    {expected}" in shown(planned).splitlines()
+LINES: list[tuple[dict[str, Any], str]] = [
+    ({}, "fits: 7.00 of 12.00 GiB on RTX 3090"),
+    ({"budget": 6 * GIB}, "does NOT fit: 7.00 of 6.00 GiB on RTX 3090, 1.00 GiB too much"),
+    ({}, "batch 4 rows x 2,048 tokens, padded, 2 such micro-batches a step; lengths from data.max_length"),
+    ({"batch": ONE_ROW, "tokens": 300}, "batch 1 row x 300 tokens; lengths from the data's rows"),
+    (shared(kind="ddp"), "sharing a copy of the model on each GPU (ddp)"),
+    (shared(kind="fsdp", context=2), "on each GPU (fsdp, stage weights); each row split over 2 GPUs"),
+    (shared(kind="deepspeed", stage="optimizer", offload="cpu"), "shards of optimizer states in the host memory of "
+     "each GPU (deepspeed, stage optimizer)"),
+    ({"by_length": (UpTo(512, "none"), UpTo(1024, "keep-attention"))},
+     "rows of up to 512 tokens recompute nothing, of up to 1,024 tokens recompute all but attention"),
+    ({}, "step 5,000 GFLOP, at least 8 s, at most 2,048 tokens/s"),
+    ({"flops": 250_000_000, "seconds": 0.001234}, "step 0.25 GFLOP, at least 0.00123 s, at most"),
+    ({"seconds": 12345.6}, "at least 12,346 s, at most 1 tokens/s"),
+    ({"host_bytes": 3 * GIB, "disk_bytes": 200 * MIB}, "host memory 3.00 GiB disk 200 MiB"),
+    ({"mixture": HELD}, "experts 128 a layer in nf4; 1,500,000,000 of all 30,500,000,000 parameters stay unquantized"),
+    ({"mixture": Mixture(8, 2, "fp4", 0.5, 10, 20)}, "experts 8 a layer, 50.0% of their parameters in fp4; 10 of"),
+]  # fmt: skip
 
 
-def test_lesser_recomputation_in_short_micro_batches_is_shown() -> None:
-    found = shown(forecast(by_length=(UpTo(512, "none"), UpTo(1024, "keep-attention"))))
-    told = "rows of up to 512 tokens recompute nothing, of up to 1,024 tokens recompute all but attention"
-    assert told in " ".join(found.split())
-    assert "recompute" not in shown(forecast())
+@pytest.mark.parametrize(("changes", "line"), LINES, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_forecast_says(changes: dict[str, Any], line: str) -> None:
+    assert line in " ".join(shown(forecast(**changes)).split())
+
+
+def test_the_answer_comes_first_and_what_there_is_none_of_is_not_named() -> None:
+    text = shown(forecast())
+    assert text.startswith("fits: ")
+    name = "a card whose name is longer than a terminal is wide " * 3
+    assert name in shown(forecast(name=name)).splitlines()[0], "lines of a log stay whole"
+    for word in ("recompute", "disk", "host memory", "experts", "routing", "over the budget"):
+        assert word not in text
+    assert "host memory" not in shown(forecast(type="cpu", host_bytes=3 * GIB))
 
 
 def test_categories_at_the_peak_have_size_share_and_a_bar_in_proportion() -> None:
@@ -116,33 +124,12 @@ def test_only_phases_that_exceed_the_budget_themselves_are_marked() -> None:
     tight = shown(forecast(budget=6 * GIB))
     assert row(tight, "backward")[-1] == "over the budget"
     assert tight.count("over the budget") == 1  # the optimizer's 6 GiB were reserved by the backward pass
-    assert "over the budget" not in shown(forecast())
-
-
-def test_time_disk_and_host_memory_are_shown_if_there_are_any() -> None:
-    assert "step  5,000 GFLOP, at least 8 s, at most 2,048 tokens/s" in shown(forecast()).splitlines()
-    assert "disk" not in shown(forecast())
-    assert "host memory" not in shown(forecast())
-    more = shown(forecast(host_bytes=3 * GIB, disk_bytes=200 * MIB)).splitlines()
-    assert "host memory  3.00 GiB" in more
-    assert "disk         200 MiB" in more
-    assert "host memory" not in shown(forecast(type="cpu", host_bytes=3 * GIB))
-
-
-def test_small_and_large_work_keeps_its_digits() -> None:
-    assert "step  0.25 GFLOP, at least 0.00123 s, at most" in shown(forecast(flops=250_000_000, seconds=0.001234))
-    assert "at least 12,346 s, at most 1 tokens/s" in shown(forecast(seconds=12345.6))
 
 
 def test_bars_are_of_ascii_on_a_console_that_knows_no_other_characters() -> None:
     text = shown(forecast(name="карта"), encoding="ascii")
     assert row(text, "base weights")[1] == "#" * 32
     assert "on ?????" in text
-
-
-def test_lines_of_a_log_stay_whole() -> None:
-    name = "a card whose name is longer than a terminal is wide " * 3
-    assert name.strip() in shown(forecast(name=name.strip())).splitlines()[0]
 
 
 def levers(*found: tuple[dict[str, int], int, bool, str]) -> str:
@@ -183,6 +170,10 @@ def test_a_comparison_marks_what_is_more_than_three_percent_off() -> None:
     assert row(text, "backward")[-1] == "+3.1% *"
     assert row(text, "optimizer")[-1] == "-10.0% *"
     assert text.endswith("* more than 3% from what was measured\n")
+    small = compared(("forward", 1010 * MIB, 1000 * MIB), ("save", 0, 0))
+    assert "*" not in small
+    assert row(small, "save") == ["save", "0 MiB", "0 MiB"]
+    assert compared() == ""
 
 
 def test_a_comparison_of_several_measures_names_them() -> None:
@@ -200,28 +191,13 @@ def test_a_comparison_on_a_cpu_adds_the_memory_of_the_process() -> None:
     assert forecast_view.process(GIB, {"forward": {"allocated_bytes": GIB, "reserved_bytes": GIB}}) == ""
 
 
-def test_a_comparison_without_large_differences_has_no_footnote() -> None:
-    text = compared(("forward", 1010 * MIB, 1000 * MIB), ("save", 0, 0))
-    assert "*" not in text
-    assert row(text, "save") == ["save", "0 MiB", "0 MiB"]
-    assert compared() == ""
-
-
-def test_html_of_a_forecast_without_a_curve_has_no_picture() -> None:
+def test_a_notebook_and_a_program_get_the_storage_of_experts_and_no_picture_without_a_curve() -> None:
     assert "<img" not in html(forecast(curve=()))
-
-
-def test_the_storage_of_experts_is_shown() -> None:
-    assert "experts" not in shown(forecast())
-    held = forecast(mixture=Mixture(128, 8, "nf4", 1.0, 1_500_000_000, 30_500_000_000))
-    line = "experts    128 a layer in nf4; 1,500,000,000 of all 30,500,000,000 parameters stay unquantized"
-    assert line in shown(held).splitlines()
+    held = forecast(mixture=HELD)
     assert "128 a layer in nf4" in html(held)
     assert held.as_dict()["mixture"]["quantized_experts"] == 1.0
-    assert "routing" not in shown(held)
-    routed = replace(held, evenly_routed_bytes=held.needed_bytes - 64 * MIB)
-    least, most = words.size(held.needed_bytes - 64 * MIB), words.size(held.needed_bytes)
+    evenly = held.needed_bytes - 64 * MIB
+    routed = replace(held, evenly_routed_bytes=evenly)
+    least, most = words.size(evenly), words.size(held.needed_bytes)
     assert f"routing    {least} if experts get equally many tokens, {most} if one gets all" in shown(routed)
-    assert routed.as_dict()["evenly_routed_bytes"] == held.needed_bytes - 64 * MIB
-    partly = forecast(mixture=Mixture(8, 2, "fp4", 0.5, 10, 20))
-    assert "experts    8 a layer, 50.0% of their parameters in fp4; 10 of all 20 parameters" in shown(partly)
+    assert routed.as_dict()["evenly_routed_bytes"] == evenly

@@ -46,38 +46,25 @@ def budget_lines(axes: Any) -> list[float]:
     return [line.get_ydata()[0] for line in axes.lines if line.get_gid() == "budget"]
 
 
-def test_the_layers_lie_on_each_other_and_their_top_is_the_sum() -> None:
+def test_the_layers_lie_on_each_other_as_thick_as_their_categories_in_the_legends_order() -> None:
     layers = [outline(area) for area in axes_of(forecast()).collections]
     assert len(layers) == 5
     assert [bottom for _, bottom, _ in layers[0]] == [0] * 5
     for lower, upper in pairwise(layers):
         assert [top for _, _, top in lower] == pytest.approx([bottom for _, bottom, _ in upper])
     assert [top for _, _, top in layers[-1]] == pytest.approx(_TOPS)
-
-
-def test_each_layer_is_as_thick_as_its_category() -> None:
-    areas = axes_of(forecast()).collections
     thickness = {
-        area.get_label().split(",")[0]: [round(top - bottom, 6) for _, bottom, top in outline(area)] for area in areas
+        area.get_label().split(",")[0]: [round(top - bottom, 6) for _, bottom, top in outline(area)]
+        for area in axes_of(forecast()).collections
     }
     assert thickness == {
-        "context and libraries": [1.0] * 5,
-        "base weights": [3.0] * 5,
-        "optimizer states": [0.25] * 5,
-        "gradients": [0, 0, 0.25, 0.5, 0.5],
-        "activations": [0, 1, 2, 0.5, 0],
-    }
-
-
-def test_persistent_layers_are_below_temporary_ones_and_the_legend_is_in_their_order() -> None:
+        "context and libraries": [1.0] * 5, "base weights": [3.0] * 5, "optimizer states": [0.25] * 5,
+        "gradients": [0, 0, 0.25, 0.5, 0.5], "activations": [0, 1, 2, 0.5, 0],
+    }  # fmt: skip
     assert legend(axes_of(forecast())) == [
-        "reserved, up to 7.00 GiB",
-        "activations, 2.00 GiB",
-        "gradients, 256 MiB",
-        "optimizer states, 256 MiB",
-        "base weights, 3.00 GiB",
-        "context and libraries, 1.00 GiB",
-    ]
+        "reserved, up to 7.00 GiB", "activations, 2.00 GiB", "gradients, 256 MiB", "optimizer states, 256 MiB",
+        "base weights, 3.00 GiB", "context and libraries, 1.00 GiB",
+    ]  # fmt: skip
 
 
 def test_every_category_has_a_colour_of_its_own() -> None:
@@ -115,12 +102,10 @@ def test_colours_differ_for_colour_blind_readers(eye: str) -> None:
 
 def test_a_sample_that_missed_the_peak_is_shown_with_the_true_one() -> None:
     seen = forecast()
-    phases = {**seen.phases, "backward": {**seen.phases["backward"], "allocated_bytes": 5888 * MIB}}
-    planned = dataclasses.replace(
-        seen,
-        phases=phases,
-        peak_allocated_bytes=5888 * MIB,
+    planned = forecast(
+        phases={**seen.phases, "backward": {**seen.phases["backward"], "allocated_bytes": 5888 * MIB}},
         categories={**seen.categories, "activations": 2304 * MIB, "allocator_slack": 256 * MIB},
+        peak_allocated_bytes=5888 * MIB,
     )
     axes = axes_of(planned)
     assert "peak 6.75 GiB" in texts(axes)
@@ -137,37 +122,26 @@ def test_the_peak_is_marked_where_most_tensors_are_alive() -> None:
     assert "peak 6.50 GiB" in texts(axes)
 
 
-def test_a_budget_near_the_need_is_a_line_with_its_size() -> None:
-    axes = axes_of(forecast(budget=12 * GIB))
-    assert budget_lines(axes) == [12]
-    assert "budget 12.00 GiB" in texts(axes)
-    assert axes.get_ylim()[1] > 12
-
-
-def test_a_budget_far_above_the_need_is_written_and_not_drawn() -> None:
-    axes = axes_of(forecast(budget=22 * GIB))
-    assert budget_lines(axes) == []
-    assert "budget 22.00 GiB, more than 3 times what is shown" in texts(axes)
-    assert axes.get_ylim()[1] < 9
-
-
-def test_a_budget_below_the_need_is_a_line_through_the_picture() -> None:
-    axes = axes_of(forecast(budget=2 * GIB))
-    assert budget_lines(axes) == [2]
-    assert axes.get_ylim()[1] > 7
-
-
 @pytest.mark.parametrize(
-    ("budget", "title"),
+    ("budget", "lines", "text", "top", "title"),
     [
-        (12 * GIB, "fits: 7.00 of 12.00 GiB on RTX 3090; 4 rows x 2,048 tokens, padded"),
-        (7 * GIB, "fits: 7.00 of 7.00 GiB on RTX 3090; 4 rows x 2,048 tokens, padded"),
-        (6 * GIB, "does NOT fit: 7.00 of 6.00 GiB on RTX 3090, 1.00 GiB too much; 4 rows x 2,048 tokens, padded"),
-        (512 * MIB, "does NOT fit: 7.00 GiB of 512 MiB on RTX 3090, 6.50 GiB too much; 4 rows x 2,048 tokens, padded"),
+        (12 * GIB, [12], "budget 12.00 GiB", (12, 14), "fits: 7.00 of 12.00 GiB"),
+        (22 * GIB, [], "budget 22.00 GiB, more than 3 times what is shown", (7, 9), "fits: 7.00 of 22.00 GiB"),
+        (7 * GIB, [7], "budget 7.00 GiB", (7, 9), "fits: 7.00 of 7.00 GiB"),
+        (2 * GIB, [2], "budget 2.00 GiB", (7, 9), "does NOT fit: 7.00 of 2.00 GiB"),
+        (512 * MIB, [0.5], "budget 512 MiB", (7, 9), "does NOT fit: 7.00 GiB of 512 MiB"),
     ],
-)
-def test_the_title_is_the_answer_and_the_job(budget: int, title: str) -> None:
-    assert memory_plot.draw(forecast(budget=budget)).get_suptitle() == title
+)  # fmt: skip
+def test_the_budget_is_a_line_unless_it_is_far_above_the_need_and_the_title_is_the_answer(
+    budget: int, lines: list[float], text: str, top: tuple[float, float], title: str
+) -> None:
+    figure = memory_plot.draw(forecast(budget=budget))
+    (axes,) = figure.axes
+    assert budget_lines(axes) == lines
+    assert text in texts(axes)
+    assert top[0] < axes.get_ylim()[1] < top[1]
+    too_much = f", {(7 * GIB - budget) / GIB:.2f} GiB too much" if budget < 7 * GIB else ""
+    assert figure.get_suptitle() == f"{title} on RTX 3090{too_much}; 4 rows x 2,048 tokens, padded"
 
 
 def test_a_long_device_name_does_not_overflow_the_plot() -> None:
@@ -243,11 +217,8 @@ def test_small_jobs_are_drawn_in_mib() -> None:
     assert axes_of(seen).get_ylabel() == "memory (GiB)"
 
 
-def test_a_png_is_the_same_every_time() -> None:
+def test_a_png_is_the_same_every_time_and_says_so_without_a_curve() -> None:
+    assert texts(axes_of(forecast(curve=()))) == ["no step was traced"]
     image = memory_plot.forecast(forecast())
     assert image == memory_plot.forecast(forecast())
     assert image.startswith(b"\x89PNG\r\n\x1a\n")
-
-
-def test_a_forecast_without_a_curve_says_so() -> None:
-    assert texts(axes_of(forecast(curve=()))) == ["no step was traced"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from messages import refusal
@@ -20,36 +22,16 @@ from finetune.storage.rundir import RunDirectory
 def test_summary_has_the_numbers_of_the_lines(run: RunDirectory) -> None:
     summary = Result(run).summary()
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    seconds = Figures.read(run).seconds
+    peaks = {"load": 2048, "forward": 810, "backward": 950, "optimizer": 850, "evaluation": 720, "save": 600}
     assert summary == {
-        "run": str(run.path),
-        "steps": 3,
-        "final_train_loss": 2.0,
-        "base_eval_loss": 4.0,
-        "final_eval_loss": 3.5,
-        "best_eval_loss": 3.0,
-        "best_step": 2,
-        "exported_step": 2,
-        "exported_eval_loss": 3.0,
-        "relative_drop": 0.25,
-        "peaks": {
-            "load": {"resident_bytes": 2048 * MIB},
-            "forward": {"resident_bytes": 810 * MIB},
-            "backward": {"resident_bytes": 950 * MIB},
-            "optimizer": {"resident_bytes": 850 * MIB},
-            "evaluation": {"resident_bytes": 720 * MIB},
-            "save": {"resident_bytes": 600 * MIB},
-        },
-        "tokens_per_second": 2000.0,
-        "peak_bytes": 2048 * MIB,
-        "seconds": Figures.read(run).seconds,
-        "device_hours": Figures.read(run).seconds / 3600,
-        # 100 + 200 + 300 tokens in 200 + 200 + 300 places
-        "padding_share": pytest.approx(1 / 7),
-        "adapter": str(run.adapter),
-        "merged": None,
-        "report": None,
-        "plot": None,
-    }
+        "run": str(run.path), "steps": 3, "final_train_loss": 2.0, "base_eval_loss": 4.0, "final_eval_loss": 3.5,
+        "best_eval_loss": 3.0, "best_step": 2, "exported_step": 2, "exported_eval_loss": 3.0, "relative_drop": 0.25,
+        "peaks": {phase: {"resident_bytes": size * MIB} for phase, size in peaks.items()},
+        "peak_bytes": 2048 * MIB, "tokens_per_second": 2000.0, "seconds": seconds, "device_hours": seconds / 3600,
+        "padding_share": pytest.approx(1 / 7),  # 100 + 200 + 300 tokens in 200 + 200 + 300 places
+        "adapter": str(run.adapter), "merged": None, "report": None, "plot": None,
+    }  # fmt: skip
 
 
 def test_summary_of_a_run_without_lines_is_empty(empty_run: RunDirectory) -> None:
@@ -60,55 +42,49 @@ def test_summary_of_a_run_without_lines_is_empty(empty_run: RunDirectory) -> Non
     assert set(summary.values()) == {None}
 
 
-def test_a_loss_that_was_not_finite_stays_none(empty_run: RunDirectory) -> None:
-    write_lines(empty_run, evaluation_line(0, 4.0), training_line(1, None), evaluation_line(1, None))
+def test_losses_of_a_run_that_was_not_evaluated_after_a_step_or_not_finite_are_none(empty_run: RunDirectory) -> None:
+    write_lines(empty_run, evaluation_line(0, 4.0), training_line(1, None))
+    assert Result(empty_run).summary()["relative_drop"] is None
+    write_lines(empty_run, evaluation_line(1, None))
     summary = Result(empty_run).summary()
     assert (summary["final_train_loss"], summary["final_eval_loss"], summary["relative_drop"]) == (None, None, None)
     assert (summary["best_eval_loss"], summary["best_step"]) == (4.0, 0)
 
 
-def test_the_last_weights_are_published_where_a_start_before_the_last_loaded_its_best(run: RunDirectory) -> None:
+def test_published_are_the_weights_of_the_last_start_and_have_a_loss_if_they_were_evaluated(run: RunDirectory) -> None:
+    def published() -> list[Any]:
+        summary = Result(run).summary()
+        return [summary[key] for key in ("exported_step", "exported_eval_loss", "relative_drop")]
+
     run.event("resumed", step=3)
+    assert published() == [None, 3.5, 0.125], "of the last evaluation until weights are published"
     run.event("trained", step=3, memory={})
-    assert Figures.read(run).exported_step == 3
-    assert Result(run).summary()["relative_drop"] == 0.125
-
-
-def test_published_weights_that_were_not_evaluated_have_no_loss(run: RunDirectory) -> None:
-    run.event("resumed", step=3)
+    assert published() == [3, 3.5, 0.125], "though a start before had loaded its best"
     write_lines(run, training_line(4, 1.0))
     run.event("trained", step=4, best_step=2, memory={})
-    summary = Result(run).summary()
-    assert (summary["exported_step"], summary["exported_eval_loss"], summary["relative_drop"]) == (4, None, None)
+    assert published() == [4, None, None]
 
 
-def test_before_publication_the_drop_is_computed_from_the_last_evaluation(run: RunDirectory) -> None:
-    run.event("resumed", step=3)
-    summary = Result(run).summary()
-    assert (summary["exported_step"], summary["relative_drop"]) == (None, 0.125)
-
-
-def test_a_run_that_was_never_evaluated_after_a_step_has_no_drop(empty_run: RunDirectory) -> None:
-    write_lines(empty_run, evaluation_line(0, 4.0), training_line(1, 3.0))
-    assert Result(empty_run).summary()["relative_drop"] is None
-
-
-def test_table_has_a_row_for_each_phase_and_units_people_read(run: RunDirectory) -> None:
-    console = Console(width=80)
+def lines_of(show: Callable[[Console], None], width: int = 80) -> list[str]:
+    console = Console(width=width)
     with console.capture() as captured:
-        console.print(Result(run).table())
-    lines = [line.replace("│", " ").split() for line in captured.get().splitlines()]
-    assert ["load", "2.00", "GiB"] in lines
-    assert ["backward", "950", "MiB"] in lines
+        show(console)
+    return [" ".join(line.replace("│", " ").split()) for line in captured.get().splitlines()]
+
+
+def test_a_result_has_its_losses_a_row_for_each_phase_and_units_people_read(run: RunDirectory) -> None:
+    result = Result(run)
+    phases = lines_of(lambda console: console.print(result.table()))
+    assert {"load 2.00 GiB", "backward 950 MiB"} <= set(phases)
+    lines = lines_of(result.show, 120)
+    assert "training loss, first and last step 3.5000 → 2.0000 3 steps" in lines
+    assert str(result).splitlines()[0].strip() == str(run.path)
 
 
 def test_results_have_a_row_for_each_statistic_of_the_objective(empty_run: RunDirectory) -> None:
     first = {**training_line(1, 0.7), "rewards_margins": 0.1, "kl": None}
     write_lines(empty_run, first, {**training_line(2, 0.6), "rewards_margins": 0.3, "kl": None})
-    console = Console(width=80)
-    with console.capture() as captured:
-        Result(empty_run).show(console)
-    lines = [" ".join(line.replace("│", " ").split()) for line in captured.get().splitlines()]
+    lines = lines_of(Result(empty_run).show)
     assert "rewards margins 0.200 mean of the last 2 steps" in lines
     assert not any(line.startswith("kl") for line in lines)
 
@@ -141,10 +117,3 @@ def test_a_frame_without_pandas_names_it(run: RunDirectory, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "pandas", None)
     with refusal(MachineError, "pip install pandas"):
         Result(run).frame()
-
-
-def test_a_result_is_printed_with_its_losses(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    lines = [line.replace("│", " ").split() for line in str(Result(run)).splitlines()]
-    assert lines[0] == [str(run.path)]
-    assert ["training", "loss,", "first", "and", "last", "step", "3.5000", "→", "2.0000", "3", "steps"] in lines

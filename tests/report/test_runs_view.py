@@ -61,21 +61,17 @@ def test_a_config_of_another_version_is_compared_as_written(
     assert "expected a whole number" in compare([run, other]).as_dict()["unread"]["<other>"]
 
 
-def test_the_tables_have_a_column_for_each_run(run: RunDirectory, other: RunDirectory) -> None:
+def test_the_tables_have_a_column_and_the_frame_a_row_for_each_run(run: RunDirectory, other: RunDirectory) -> None:
+    found = compare([run.path, other.path])
     console = Console(width=100)
     with console.capture() as captured:
-        compare([run.path, other.path]).show(console)
+        found.show(console)
     lines = [line.replace("│", " ").split() for line in captured.get().splitlines()]
     assert ["eval", "loss,", "published", "3.0000", "3.5000"] in lines
     assert ["change", "-25.0%", "-12.5%"] in lines
     assert ["adapter.rank", "16", "4"] in lines
     assert ["data.train", "builtin:python_docs", '["a.jsonl",', '"b.jsonl"]'] in lines
-
-
-def test_a_comparison_is_printed_and_is_a_frame_with_a_row_a_run(run: RunDirectory, other: RunDirectory) -> None:
-    found = compare([run, other])
     assert "eval loss, published" in str(found)
-    assert "adapter.rank" in str(found)
     frame = found.frame().set_index("run")
     assert list(frame.index) == ["small", "<other>"]
     assert list(frame["exported_eval_loss"]) == [3.0, 3.5]
@@ -105,13 +101,12 @@ def test_the_command_says_which_page_it_wrote_beside_json_too(
     assert set(json.loads(out)["runs"]) == {"small", "<other>"}
 
 
-def test_runs_with_equal_names_are_named_by_their_paths(run: RunDirectory, tmp_path: Path) -> None:
+def test_runs_with_equal_names_are_named_by_their_paths_and_fewer_than_two_refused(
+    run: RunDirectory, tmp_path: Path
+) -> None:
     shutil.copytree(run.path, tmp_path / "elsewhere" / "small")
     paths = [run.path, tmp_path / "elsewhere" / "small"]
     assert list(compare(paths).runs) == [str(path) for path in paths]
-
-
-def test_fewer_than_two_runs_and_paths_without_a_run_are_refused(run: RunDirectory, tmp_path: Path) -> None:
     for too_few in ([run.path], [run.path, run]):
         with refusal(ConfigError, "two"):
             compare(too_few)

@@ -104,23 +104,18 @@ def two_seeds(folder: Path) -> SweepView:
     return view_of(*settings, folder=folder)
 
 
-def test_the_losses_by_which_runs_were_compared_are_points_of_their_curves(tmp_path: Path) -> None:
-    charts = {chart["title"]: chart for chart in two_seeds(tmp_path).charts()}
+def test_curves_have_the_losses_by_which_runs_were_compared_and_none_that_diverges_sets_the_scale(
+    tmp_path: Path,
+) -> None:
+    view = two_seeds(tmp_path)
+    charts = {chart["title"]: chart for chart in view.charts()}
     points = {table["series"][0]["name"]: dict(zip(table["steps"], table["series"][0]["values"], strict=True))
               for table in charts["Evaluation loss"]["tables"]}  # fmt: skip
     assert points["learning_rate=0.001,seed=7"] == {0: 4.0, 4: 3.1, 8: 2.6}
     assert points["learning_rate=1,seed=5"] == {0: 4.0, 4: 3.0}
-
-
-def test_a_run_that_diverges_does_not_set_the_scale_of_the_losses(tmp_path: Path) -> None:
-    charts = {chart["title"]: chart for chart in two_seeds(tmp_path).charts()}
     assert charts["Training loss"]["top"] < 5
     assert charts["Training loss"]["unit"] == "smoothed, higher ones cut off"
     assert "top" not in charts["Evaluation loss"]
-
-
-def test_the_page_says_how_much_was_trained(tmp_path: Path) -> None:
-    view = two_seeds(tmp_path)
     assert view.values()["cost"] == "trained: 3 of 4 whole runs, in 0:15"
     assert view.values()["cost"] in view.page()
 

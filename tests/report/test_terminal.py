@@ -81,13 +81,6 @@ def whole_run(terminal: Terminal, run: RunDirectory) -> None:
     terminal.show(Scores(_EVALUATION))
 
 
-def test_an_empty_line_is_between_parts_and_not_before_the_first(log: Log, run: RunDirectory) -> None:
-    log.terminal.exported(run.merged, _PROOF)
-    log.terminal.serves({"vLLM": "vllm serve"}, None)
-    assert log.lines[0].startswith("exported and proven")
-    assert log.lines[log.lines.index("serve it with") - 1] == ""
-
-
 def test_quiet_prints_nothing(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     with Terminal(quiet=True) as terminal:
         whole_run(terminal, run)
@@ -102,22 +95,19 @@ def test_a_closed_output_does_not_end_the_run(run: RunDirectory) -> None:
     assert [event["reason"] for event in run.events() if event["event"] == "output_lost"] == ["Broken pipe"]
 
 
-def test_a_log_has_no_control_characters(log: Log, run: RunDirectory) -> None:
+def test_a_log_has_the_header_and_the_proofs_and_no_control_characters(log: Log, run: RunDirectory) -> None:
     whole_run(log.terminal, run)
+    for text in (
+        "16 rows = 4 micro-batches of 4", "sdpa (no flash-attn here)", "cpu, 2 cores, 2 threads",
+        "1,000 rows, 200,000 tokens, 25.0% trained, longest 256, 7 cut to 1,024, ",
+        "1 of them in the answer, 1 duplicate, 1 dropped: 1 empty answer (rows.jsonl:3), listed in",
+        "fits: 7.00 of 12.00 GiB on RTX 3090", "0.250%", "1.100%", "31.000%", "99.51%", str(run.merged),
+    ):  # fmt: skip
+        assert text in log.text
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", log.text)
 
 
-def test_the_header_shows_batch_arithmetic_data_and_device(log: Log, run: RunDirectory) -> None:
-    whole_run(log.terminal, run)
-    assert "16 rows = 4 micro-batches of 4" in log.text
-    assert "1,000 rows, 200,000 tokens, 25.0% trained, longest 256, 7 cut to 1,024, " in log.text
-    assert "1 of them in the answer, 1 duplicate, 1 dropped: 1 empty answer (rows.jsonl:3), listed in" in log.text
-    assert "sdpa (no flash-attn here)" in log.text
-    assert "cpu, 2 cores, 2 threads" in log.text
-    assert "fits: 7.00 of 12.00 GiB on RTX 3090" in log.text
-
-
-def test_the_header_shows_unused_columns_control_tokens_and_a_missing_evaluation_set(
+def test_the_header_shows_unused_columns_control_tokens_and_a_missing_evaluation_set_and_forecast(
     log: Log, run: RunDirectory
 ) -> None:
     counts = Counts(rows=2, tokens=9, affected=[Affected("a:1", "kept", CONTROL_TOKENS, 5)], unused=["id", "lang"])
@@ -126,6 +116,7 @@ def test_the_header_shows_unused_columns_control_tokens_and_a_missing_evaluation
     assert "1 with control tokens as text, listed in data.jsonl" in log.text
     assert re.search(r"^not used +columns id, lang$", log.text, re.M)
     assert re.search(r"^evaluation set +none: all rows are equal$", log.text, re.M)
+    assert "memory" not in log.text
 
 
 def test_the_header_warns_of_an_evaluation_set_too_small_to_choose_weights_by(log: Log, run: RunDirectory) -> None:
@@ -137,12 +128,6 @@ def test_the_header_warns_of_an_evaluation_set_too_small_to_choose_weights_by(lo
     before = len(log.text)
     log.terminal.opened(run.path, config, "cpu", different, "sdpa", None)
     assert "too few" not in log.text[before:]
-
-
-def test_the_header_without_a_forecast_has_no_line_for_memory(log: Log, run: RunDirectory) -> None:
-    data = Prepared(train=None, eval=None, train_counts=_COUNTS, eval_counts=None)
-    log.terminal.opened(run.path, Config(), "cpu", data, "sdpa", None)
-    assert "memory" not in log.text
 
 
 def test_a_log_gets_about_ten_lines_and_each_evaluation(log: Log) -> None:
@@ -165,6 +150,11 @@ def test_a_log_gets_a_line_at_the_configured_interval(log: Log, run: RunDirector
     for step in range(1, 11):
         log.terminal.stepped(training_line(step, 2.0))
     assert re.findall(r"^step (\d+)/10", log.text, re.M) == ["1", "4", "8", "10"]
+    resumed = Log()
+    resumed.terminal.started(97, 100)
+    for step in (98, 99, 100):
+        resumed.terminal.stepped(training_line(step, 2.0))
+    assert len(resumed.lines) == 3, "of a few steps each"
 
 
 def test_a_terminal_shows_loss_and_trend_gradient_speed_and_memory_beside_budget_and_forecast(
@@ -199,13 +189,6 @@ def test_a_signal_is_answered_in_the_live_view_and_in_a_log_while_training(
     assert capfd.readouterr().err == f"{STOPPING}\n"
 
 
-def test_a_resumed_run_of_a_few_steps_prints_each(log: Log) -> None:
-    log.terminal.started(97, 100)
-    for step in (98, 99, 100):
-        log.terminal.stepped(training_line(step, 2.0))
-    assert len(log.lines) == 3
-
-
 def test_a_loss_that_is_not_finite_is_nan(log: Log, empty_run: RunDirectory) -> None:
     log.terminal.started(0, 1)
     log.terminal.stepped(training_line(1, None))
@@ -229,11 +212,6 @@ def test_the_end_of_a_run_shows_the_published_loss_and_the_paths(log: Log, run: 
     assert str(run.adapter) in log.text
     assert str(run.merged) not in log.text
     assert "next     finetune chat " in log.text
-
-
-def test_a_merge_prints_its_proof(log: Log, run: RunDirectory) -> None:
-    log.terminal.merged(run.merged, _PROOF)
-    assert all(text in log.text for text in ("0.250%", "1.100%", "31.000%", "99.51%", str(run.merged)))
 
 
 def test_answers_are_printed_as_they_are_but_for_control_characters(log: Log, run: RunDirectory) -> None:
@@ -268,17 +246,11 @@ def test_a_live_line_ends_when_the_run_fails() -> None:
     assert log.text == ended
 
 
-def test_four_bit_weights_are_counted_by_their_true_shape(log: Log) -> None:
-    packed: Any = SimpleNamespace(
-        shape=(32 * 32 // 2, 1), requires_grad=False, quant_state=SimpleNamespace(shape=(32, 32))
-    )
+def test_four_bit_weights_are_counted_by_their_true_shape_and_layers_without_an_adapter_named(log: Log) -> None:
+    packed: Any = SimpleNamespace(shape=(512, 1), requires_grad=False, quant_state=SimpleNamespace(shape=(32, 32)))
     adapter: Any = SimpleNamespace(shape=(1024,), requires_grad=True)
     log.terminal.built(SimpleNamespace(parameters=lambda: [packed, adapter]), {})
     assert "2,048, trained 1,024 (50.000%)" in log.text
-
-
-def test_layers_that_all_linear_leaves_out_are_counted(log: Log) -> None:
-    log.terminal.built(SimpleNamespace(parameters=list), {})
     assert "no adapter" not in log.text
     log.terminal.built(SimpleNamespace(parameters=list), {"that nothing reads": 96, "that nothing trains": 1024})
     assert re.search(r"no adapter\s+on 96 layers that nothing reads, and on 1,024 layers that nothing trains", log.text)
