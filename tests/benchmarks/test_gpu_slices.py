@@ -15,13 +15,9 @@ def line(step: int, seconds: float, allocated: int) -> dict[str, Any]:
     """A metric line of a step over 2,048 tokens."""
     peak = {"allocated_bytes": allocated, "reserved_bytes": 2 * allocated, "device_bytes": 3 * allocated}
     return {
-        "step": step,
-        "loss": 10.0,
-        "tokens": 2048,
-        "tokens_per_second": 2048 / seconds,
-        "padding_share": 0.0,
+        "step": step, "loss": 10.0, "tokens": 2048, "tokens_per_second": 2048 / seconds, "padding_share": 0.0,
         "memory": {"forward": peak},
-    }
+    }  # fmt: skip
 
 
 def write_run(run: Path, lines: list[dict[str, Any]], event: dict[str, Any]) -> None:

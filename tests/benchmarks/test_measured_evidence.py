@@ -33,15 +33,9 @@ def test_the_interval_is_students() -> None:
 
 
 def test_the_exponent_is_that_of_the_rates() -> None:
-    parts = {
-        "batch": {
-            "losses": {
-                "batch 4": bowl(1.5e-3, 1.6e-3, 1.4e-3, 1.5e-3),
-                "batch 16": bowl(3e-3, 3.2e-3, 2.8e-3, 3e-3),
-                "batch 64": bowl(6e-3, 6.4e-3, 5.6e-3, 6e-3),
-            }
-        }
-    }
+    rates = {"batch 4": (1.5e-3, 1.6e-3, 1.4e-3, 1.5e-3), "batch 16": (3e-3, 3.2e-3, 2.8e-3, 3e-3),
+             "batch 64": (6e-3, 6.4e-3, 5.6e-3, 6e-3)}  # fmt: skip
+    parts = {"batch": {"losses": {batch: bowl(*lowest) for batch, lowest in rates.items()}}}
     found: dict[str, Any] = evidence.findings(parts)["batch"]
     assert found["exponent of the batch"] == {"mean": 0.5, "low": 0.5, "high": 0.5}
     assert "over reference" not in found["batch 4"]

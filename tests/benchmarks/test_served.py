@@ -52,7 +52,13 @@ def test_what_was_trained_on_nf4_is_compared_with_that_and_not_with_the_merged_m
         assert code == 0, out + err
 
     monkeypatch.setattr(served.harness, "finetune", train)  # in this process
-    settings = [f"model.name={shallow_base}", f"data.train={rows_file}", "data.eval_share=0.2", *QUICK]
+    settings = [
+        f"model.name={shallow_base}",
+        f"data.train={rows_file}",
+        "data.eval_share=0.2",
+        *QUICK,
+        "training.max_steps=2",
+    ]
     job = served.trained(tmp_path, [*settings, "output.merge=true"], seed=3)
     ways = ("plain rounding", "NF4, plain rounding", "NF4, rounded with the rows")
     cells: dict[str, Any] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import step_cost
 import tiny_models
@@ -14,8 +16,8 @@ from finetune.forecast import planning, traced_step
 @pytest.fixture(scope="module")
 def job() -> Config:
     """Llama on rows that fill a micro-batch, under the autocast of a card."""
-    given = ["training.precision=bf16", "data.eval=none", "data.max_length=256", "training.batch_size=8",
-             "kernels.fused=off"]  # fmt: skip
+    given = ["training.precision=bf16", "data.eval=none", "data.max_length=256",
+             "training.batch_size=8", "kernels.fused=off"]  # fmt: skip
     return finetune.load_config(tiny_models.ROOT / "configs" / "tiny_cpu.yaml", [*given, "memory.checkpointing=all"])
 
 
@@ -34,7 +36,10 @@ def test_the_parts_of_a_layer_add_up_to_its_passes(job: Config) -> None:
 
 
 @pytest.mark.slow
-def test_trl_gives_a_mask_that_costs_uneven_rows_their_flash_kernel_and_leaves_nothing_behind(job: Config) -> None:
+def test_trl_gives_a_mask_that_costs_uneven_rows_their_flash_kernel_and_leaves_nothing_behind(
+    job: Config, shallow_base: Path
+) -> None:
+    job = job.changed({"model.name": str(shallow_base)})
     before = traced_step.objectives.of, traced_step.needs_mask, traced_step.log_probs.attach
     flops = {}
     for padded in (False, True):
