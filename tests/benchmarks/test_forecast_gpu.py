@@ -87,8 +87,7 @@ def test_every_setting_is_a_valid_job() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    sampled(["110m nf4, segments of fixed size", "0.5B int8, evaluated"], "110m nf4, segments of fixed size"),
+    "name", sampled(["110m nf4, segments of fixed size", "0.5B int8, evaluated"], "110m nf4, segments of fixed size")
 )
 def test_a_setting_is_forecast_without_a_gpu(name: str) -> None:
     import measured_step
@@ -120,28 +119,22 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         process.stop()
 
 
-def errors(allocated: float, reserved: float) -> dict[str, Any]:
-    return {"relative_errors": {"allocated": allocated, "reserved": reserved}, "config": {}}
-
-
 def test_the_summary_counts_what_is_within_the_goals() -> None:
+    def errors(allocated: float, reserved: float, **recording: str) -> dict[str, Any]:
+        found = {"allocated": allocated, "reserved": reserved}
+        return {"relative_errors": found, "config": {}, "recording": recording}
+
     rows = {
-        "a": errors(0.01, -0.02) | {"recording": {"file": "a.json.gz"}},
-        "b": errors(-0.011, 0.03) | {"recording": {"left_out": "too large"}},
-        "c": {"error": "CUDA"},
-        "d": {"left_out": "3 s were left"},
-    }
+        "a": errors(0.01, -0.02, file="a.json.gz"), "b": errors(-0.011, 0.03, left_out="too large"),
+        "c": {"error": "CUDA"}, "d": {"left_out": "3 s were left"},
+    }  # fmt: skip
     found = forecast_gpu.summary(rows, 4)
-    assert (found["settings"], found["measured"]) == (4, 2)
-    assert (found["failed"], found["left_out"]) == (["c"], ["d"])
+    assert (found["settings"], found["measured"], found["passed"]) == (4, 2, False)
+    assert (found["failed"], found["left_out"], found["recordings"]) == (["c"], ["d"], ["a.json.gz"])
     assert found["within"] == {"allocated": 1, "reserved": 2}
-    assert found["worst"] == {
-        "allocated": {"setting": "b", "error": -0.011},
-        "reserved": {"setting": "b", "error": 0.03},
-    }
+    worst = {"allocated": {"setting": "b", "error": -0.011}, "reserved": {"setting": "b", "error": 0.03}}
+    assert found["worst"] == worst
     assert found["median_absolute_error"]["allocated"] == pytest.approx(0.0105)
-    assert found["recordings"] == ["a.json.gz"]
-    assert not found["passed"]
 
 
 class FakeCuda:
@@ -155,17 +148,12 @@ class FakeCuda:
         properties = SimpleNamespace(
             name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132
         )
-        fakes: dict[str, Any] = {
-            "init": lambda: None,
-            "current_device": lambda: 0,
-            "synchronize": lambda: None,
-            "empty_cache": lambda: None,
-            "reset_peak_memory_stats": lambda: None,
+        fakes: dict[str, Any] = dict.fromkeys(("init", "synchronize", "empty_cache", "reset_peak_memory_stats"), list)
+        fakes |= dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated"), lambda: self.allocated)
+        fakes |= {
+            "current_device": int,
             "get_device_properties": lambda device: properties,
             "mem_get_info": lambda: (79 * 2**30 - self.allocated, 80 * 2**30),
-            "memory_allocated": lambda: self.allocated,
-            "memory_reserved": lambda: self.allocated,
-            "max_memory_allocated": lambda: self.allocated,
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
@@ -185,7 +173,7 @@ def test_measuring_on_a_gpu_records_forecast_peaks_and_history(tmp_path: Path, m
     cuda = FakeCuda(monkeypatch, history)
     meter = SimpleNamespace(reset=lambda: None, read=dict)
     meter.peak = {"allocated_bytes": size, "reserved_bytes": 2 * size, "device_bytes": 3 * size}
-    step = {"loss": 10.0, "tokens": 4 * 512 - 128, "tokens_per_second": 960.0}
+    step = {"loss": 10.0, "tokens": 128 + 96, "tokens_per_second": 112.0}
 
     def train(config: Any, architecture: Any, data: Any, device: Any, monitor: Any) -> Any:
         cuda.allocated = size
@@ -194,9 +182,8 @@ def test_measuring_on_a_gpu_records_forecast_peaks_and_history(tmp_path: Path, m
 
     monkeypatch.setattr(forecast_gpu, "LastingMeter", lambda _: meter)
     monkeypatch.setattr(measured_step, "train", train)
-    found = forecast_gpu.measure(
-        forecast_gpu.SETTINGS[0], SimpleNamespace(type="cuda", index=0), tmp_path, idle_bytes=2**20
-    )
+    setting = dataclasses.replace(forecast_gpu.TINY, recorded=True)
+    found = forecast_gpu.measure(setting, SimpleNamespace(type="cuda", index=0), tmp_path, idle_bytes=2**20)
     json.dumps(found, allow_nan=False)
     assert found["forecast_allocated_bytes"] == 0
     assert found["attention"] == {"forecast": "sdpa", "measured": "flash_attention_3"}
