@@ -68,12 +68,12 @@ def same_weights(one: RunDirectory, other: RunDirectory) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def assert_close(found: RunDirectory, expected: RunDirectory, *, rounded: bool = False) -> None:
-    """`rounded`: now and then 8-bit states round another way, by a hundredth of an update."""
+def assert_close(found: RunDirectory, expected: RunDirectory, *, within: float = 1e-6) -> None:
+    """Every weight `within` that of the other run, and the losses and norms alike."""
     one, other = weights(found), weights(expected)
     assert one.keys() == other.keys()
     for name, tensor in other.items():
-        torch.testing.assert_close(one[name], tensor, rtol=0, atol=1e-3 if rounded else 1e-5)
+        torch.testing.assert_close(one[name], tensor, rtol=0, atol=within)
         assert (one[name] - tensor).abs().mean() < 1e-6
     for name in ("loss", "grad_norm", "eval_loss"):
         assert metric(found, name) == pytest.approx(metric(expected, name), rel=1e-5)

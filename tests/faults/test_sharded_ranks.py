@@ -28,7 +28,10 @@ def gguf(base: Path, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Killed:
-    """A job, how ranks train it, and what their resumed run is compared with; `base` makes one in a folder."""
+    """A job, how ranks train it, and what their resumed run is compared with; `base` makes one in a folder.
+
+    `within`: now and then 8-bit states round another way, by a hundredth of an update.
+    """
 
     job: list[str]
     way: list[str] = field(default_factory=list)
@@ -36,6 +39,7 @@ class Killed:
     whole: bool = False
     alone: bool = True
     fewer: bool = False
+    within: float = 1e-6
 
 
 SERVED = [*EXACT, *UNEVALUATED, "output.serve=q4_k_m"]
@@ -45,11 +49,11 @@ KILLED = {
     ),
     "shards: every weight, a head of its own, 8-bit states, offloaded": Killed(
         [*FULL, "optimizer.kind=adamw_8bit", "training.precision=fp32", "training.neftune_noise_alpha=5"],
-        [FSDP, "distributed.offload=cpu"], base=untied_base, whole=True, fewer=True,
+        [FSDP, "distributed.offload=cpu"], base=untied_base, whole=True, fewer=True, within=1e-3,
     ),
     "ZeRO: every weight": Killed(
         [*FULL, "optimizer.kind=adamw_torch_fused", "optimizer.weight_decay=0.1", "training.learning_rate=0.001",
-         "training.precision=fp32"], [ZERO], fewer=True,
+         "training.precision=fp32"], [ZERO], fewer=True, within=1e-5,
     ),
     "served as GGUF": Killed(SERVED, base=gguf),
     "served adapter": Killed(SERVED),
@@ -69,7 +73,7 @@ def test_killed_ranks_resume(name: str, odd_jobs: Jobs, shallow_base: Path, tmp_
 
     The same 8-bit states and files are one process's; both ranks make the folder of a GGUF file at once.
     """
-    case, states = KILLED[name], "optimizer.kind=adamw_8bit"
+    case = KILLED[name]
     if ZERO in case.way:
         pytest.importorskip("deepspeed")
     base = [f"model.name={case.base(shallow_base, tmp_path)}"] if case.base else []
@@ -87,11 +91,11 @@ def test_killed_ranks_resume(name: str, odd_jobs: Jobs, shallow_base: Path, tmp_
         assert_all(whole.go(2), 0)
         assert same_weights(killed.run, whole.run)
     if case.alone:
-        assert_close(killed.run, odd_jobs.alone(*job), rounded=states in job)
+        assert_close(killed.run, odd_jobs.alone(*job), within=case.within)
     if case.fewer:
         assert_all(fewer.go(1), 0)
         assert resumed_at(fewer.run) == [2]
-        assert_close(fewer.run, killed.run, rounded=states in job)
+        assert_close(fewer.run, killed.run, within=case.within)
     if "output.serve=q4_k_m" in job:
         assert len([event for event in killed.run.events() if event["event"] == "base_packed"]) == 1
     if name in ("mxfp4", "fp8"):
