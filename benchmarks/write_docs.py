@@ -155,6 +155,8 @@ FIGURES: dict[str, list[tuple[str, str, str, list[Value]]]] = {
     "speed": [
         ("loop, whole process of 60 steps, with the settings of a plain script", "overhead", "{:.2f}, {:.2f}",
          ["allocators/kept/ratios/loop_seconds/median", "allocators/kept/ratios/process_seconds/median"]),
+        ("log-probabilities of a frozen head in tiles, forward and backward, 2,048 and 32,000 words", "log_probs",
+         "{:.2f}, {:.2f}", ["cases/2,048 words, frozen, ahead/ratio", "cases/32,000 words, frozen, ahead/ratio"]),
         ("an epoch of DPO on 1,280 pairs, beside DPOTrainer", "beside_dpo", "{:.2f}",
          ["beside/trl/ratios/process_seconds/median"]),
         ("480 rows with an image each, small Idefics 3", "beside_images", "{:.2f}",

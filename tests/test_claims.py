@@ -92,6 +92,7 @@ def test_training_is_as_fast_as_claimed_with_equal_losses() -> None:
     for one in (job["beside"]["trl"] for job in results("beside_defaults")["jobs"].values()):
         assert all(one[question] for question in ("fast", "equal"))
     assert all(results(name)["passed"] for name in ("batching", "by_length"))
+    assert results("log_probs")["passed"]
     assert results("preparation")["ratio"]["median"] >= 2
     assert results("saving")["held_over_raw"] <= 1.1
 
