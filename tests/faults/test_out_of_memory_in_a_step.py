@@ -43,7 +43,7 @@ def make(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, shallow_base
     def make(*overrides: str) -> Loop:
         directory = tmp_path_factory.mktemp("healing") / "run"
         files = [f"model.name={shallow_base}", f"data.train={rows_file}", f"output.dir={directory}"]
-        eight = ["training.batch_size=8", "training.micro_batch=8"]
+        eight = ["training.batch_size=8", "training.micro_batch=8", "kernels.fused=auto"]
         return ready(load_config(TINY, [*QUICK, *EXACT, *files, *eight, *overrides]))
 
     return make

@@ -32,7 +32,13 @@ class Reads(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("job", [[], ["data.packing=true"], ["quantization.kind=none", "memory.checkpointing=none"]])
 def test_a_step_reads_no_value_back(quick, job: list[str]) -> None:
-    more = ["training.batch_size=4", "training.micro_batch=2", "optimizer.kind=adamw_torch_fused", "training.warmup=0"]
+    more = [
+        "kernels.fused=auto",
+        "training.batch_size=4",
+        "training.micro_batch=2",
+        "optimizer.kind=adamw_torch_fused",
+        "training.warmup=0",
+    ]
     loop = steps.ready(quick(*more, *job))
     loop.progress.total = 9
     data = loop.steps.epoch(0, 0)

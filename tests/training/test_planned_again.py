@@ -34,7 +34,7 @@ def test_a_job_whose_model_rules_out_a_kernel_trains_by_a_plan_without_it(quick,
         gate.mul_(1.2)
         return returned
 
-    job = ["memory.check=refuse", "memory.checkpointing=auto", "output.save_every=2"]
+    job = ["memory.check=refuse", "memory.checkpointing=auto", "output.save_every=2", "kernels.fused=auto"]
     with_kernels = finetune.plan(quick(*job), "cpu").forecast
     with monkeypatch.context() as patch:
         patch.setattr(mlp.ops, "gated_backward_", wrong)

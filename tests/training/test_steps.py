@@ -125,7 +125,7 @@ def test_resumed_run_ends_bit_equal(quick, kind: str, packing: str) -> None:
     overrides = [
         f"adapter.kind={kind}", f"data.packing={packing}", "adapter.dropout=0.1", "training.neftune_noise_alpha=5",
         "quantization.kind=" + ("nf4" if kind == "lora" else "none"), "training.batch_size=8", "training.micro_batch=4",
-        "training.max_steps=9", "training.eval_every=4", "output.save_every=2",
+        "training.max_steps=9", "training.eval_every=4", "output.save_every=2", "kernels.fused=auto",
     ]  # fmt: skip
     whole = finetune.train(quick(*overrides, run="whole")).run
 
