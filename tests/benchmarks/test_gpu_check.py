@@ -133,7 +133,7 @@ def shared(folder: Path) -> Path:
     return cache
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_slice_that_breaks_ends_itself_alone(
     fakes: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

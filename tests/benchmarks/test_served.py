@@ -40,7 +40,7 @@ def test_cells_of_several_calls_stand_beside_one_another(tmp_path: Path, monkeyp
     assert found["seeds"]["1"] == {"base": 4.0, way: {"q4_0": {"kept": 0.98}, "q4_k_m": {"kept": 0.98}}}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_was_trained_on_nf4_is_compared_with_that_and_not_with_the_merged_model(
     tmp_path: Path, shallow_base: Path, rows_file: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

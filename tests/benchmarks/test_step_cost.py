@@ -21,7 +21,7 @@ def job() -> Config:
     return finetune.load_config(tiny_models.ROOT / "configs" / "tiny_cpu.yaml", [*given, "memory.checkpointing=all"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_parts_of_a_layer_add_up_to_its_passes(job: Config) -> None:
     found = step_cost.layer(job)
     for figure in ("gigabytes", "calls", "teraflop"):
@@ -35,7 +35,7 @@ def test_the_parts_of_a_layer_add_up_to_its_passes(job: Config) -> None:
     assert [norms[each]["calls"] for each in step_cost.PASSES] == [16, 16, 30], "eight operators each, and 15 back"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trl_gives_a_mask_that_costs_uneven_rows_their_flash_kernel_and_leaves_nothing_behind(
     job: Config, shallow_base: Path
 ) -> None:
@@ -51,7 +51,7 @@ def test_trl_gives_a_mask_that_costs_uneven_rows_their_flash_kernel_and_leaves_n
     assert flops["ours", False] == flops["ours", True] == flops["trl", False] < flops["trl", True]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_on_served_codes_has_the_arithmetic_of_one_on_nf4(job: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_cost, "SERVED", step_cost.SERVED[:1])
     job = job.changed(step_cost.PATHS["fused"])

@@ -62,13 +62,18 @@ def others(rows_file: Path, shallow_base: Path, tmp_path: Path) -> dict[str, lis
     ("other", "code", "said"),
     [
         ("config", 2, ["rank 1", "`training.learning_rate` is 0.01 (rank 0: 0.003)", "`output.save_every` is 3"]),
-        ("template", 2, ["rank 1", "`data.chat_template`"]),
+        pytest.param("template", 2, ["rank 1", "`data.chat_template`"], marks=pytest.mark.long),
         ("last row", 3, ["rank 1", "`data.train`"]),
         ("base", 7, ["rank 1", "`model.name`"]),
         # Before the ranks are connected:
-        ("no file", 3, ["rank 1: nowhere.jsonl: no such file"]),
+        pytest.param("no file", 3, ["rank 1: nowhere.jsonl: no such file"], marks=pytest.mark.long),
         ("no key", 2, ["rank 1: override `training.no_such_key=1`: unknown key"]),
-        ("odd batch", 2, ["rank 1: `training.batch_size` 5 cannot be split among 2 processes"]),
+        pytest.param(
+            "odd batch",
+            2,
+            ["rank 1: `training.batch_size` 5 cannot be split among 2 processes"],
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_rank_with_another_job_ends_all_with_one_message_that_names_it(

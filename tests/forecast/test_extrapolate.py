@@ -165,9 +165,9 @@ PATTERN = "layers[.]([0-5]|7)[.]"
             (MIXTURE := ("mixture", 6, {**TWO, "adapter__targets": ["q_proj"]})),
             (MIXED_TYPES := ("llama", 12, {"quantization__kind": "q4_k_m", "adapter__targets": ["q_proj"]})),
             ("llama", 8, {**PLAIN, "adapter__targets": ["q_proj", f".*{PATTERN}mlp.*"]}),
-            (RANKS := ("llama", 8, {**TWO, "adapter__ranks": {f"{PATTERN}.*": 64, "q_proj": 2}})),
+            ("llama", 8, {**TWO, "adapter__ranks": {f"{PATTERN}.*": 64, "q_proj": 2}}),
         ],
-        MIXTURE, MIXED_TYPES, RANKS,
+        MIXTURE, MIXED_TYPES,
     ),
     ids=str,
 )  # fmt: skip
