@@ -190,7 +190,7 @@ def out_of_memory(loop: Loop, where: str, places: int) -> Iterator[list[int]]:
         if hidden.requires_grad:
             hidden.register_hook(refuse)
 
-    layer = checkpointing.layers(loop.step.model)[-1]
+    layer = checkpointing.layers(loop.step.model)[-2]  # the last has gradients by then
     if where == "backward":
         hook = layer.register_forward_hook(after)
     else:

@@ -35,15 +35,16 @@ def job(tmp_path: Path, rows_file: Path, shallow_base: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_train_prints_losses_peaks_and_answers_or_a_summary_as_json(call, job: list[str], tmp_path: Path) -> None:
+    job.append("training.schedule=constant")
     code, out, _ = call("train", *job)
     assert code == 0
     for expected in ("eval loss of the base", "peak memory", "backward", "before", "after", str(tmp_path / "run")):
         assert expected in out
     assert RunDirectory(tmp_path / "run").finished
-    code, out, _ = call("train", *job, "--json")
+    code, out, _ = call("train", *job, "training.max_steps=3", "--json")
     assert code == 0
     summary = json.loads(out)
-    assert summary["steps"] == 2
+    assert summary["steps"] == 3
     assert summary["base_eval_loss"] > 0
 
 
@@ -136,6 +137,7 @@ def test_what_is_missing_or_wrong_has_its_exit_code_and_nothing_is_written(
     assert words.format(**given) in err
     assert err.startswith(("error: ", "Usage: "))
     assert command[0] == "train" or code == 4 or out.count("\n") <= 1, "a header"
+    assert "--output" not in command or not out, "before its forecast"
     assert {*tmp_path.iterdir()} - before <= {tmp_path / "run"}
     assert not RunDirectory(tmp_path / "run").finished
     assert not RunDirectory(tmp_path / "run").adapter.exists()

@@ -21,6 +21,7 @@ import json, os, sys
 
 class Watched:
     first_line = modules = None
+    imported = 0
 
     def __init__(self, stream):
         self._stream = stream
@@ -42,14 +43,21 @@ class Watched:
 
 def recorded(code):
     with open(name + ".json", "w") as file:
-        json.dump([Watched.first_line, Watched.modules, sorted(sys.modules), code or 0], file)
+        json.dump([Watched.first_line, Watched.modules, sorted(sys.modules), code or 0, Watched.imported], file)
     return 0
 
 from finetune import cli
 from finetune.runtime import libraries
+importing = libraries.importing
+
+def counted():
+    Watched.imported += 1
+    return importing()
+
+libraries.importing = counted
 for name, ends_at, on_a_terminal, imports, arguments in json.loads(sys.argv[1]):
     if imports:  # which take most of the time, and once for all commands that need them
-        with libraries.importing():
+        with importing():
             for each in imports:
                 __import__(each)
     if os.fork():
@@ -68,12 +76,15 @@ for name, ends_at, on_a_terminal, imports, arguments in json.loads(sys.argv[1]):
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that ended: its first line, the modules loaded by then and at its end, and its exit code."""
+    """A command that ended: its first line, the modules loaded by then and at its end, its exit code, and how often it
+    imported libraries without what they do not need.
+    """
 
     first_line: str
     at_first_line: set[str]
     at_the_end: set[str]
     exit_code: int
+    imported: int
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +107,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> dict[s
     assert "eval_loss" in metrics.read_text(encoding="utf-8")
     recorded = {name: json.loads((folder / f"{name}.json").read_text()) for name, *_ in commands}
     return {
-        name: Ended(line, {*first}, {*last}, code) for name, (line, first, last, code) in recorded.items()
+        name: Ended(line, {*first}, {*last}, *more) for name, (line, first, last, *more) in recorded.items()
     }  # fmt: skip
 
 
@@ -190,6 +201,7 @@ def test_a_command_imports_nothing_that_it_does_not_need(
     ended = watched[command]
     assert ended.exit_code == 0
     assert "torch" in ended.at_the_end
+    assert ended.imported
     assert ended.at_the_end.isdisjoint(UNNEEDED | unneeded)
 
 

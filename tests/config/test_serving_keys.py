@@ -394,7 +394,8 @@ def test_advice_says_of_which_bases_a_runtime_takes_an_adapter(job: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("of", "serve", "lossy"), [("gguf", "q4_k_m", True), ("gguf", "q8_0", False), ("nvfp4", "mxfp4", True)]
+    ("of", "serve", "lossy"),
+    [("gguf", "q4_k_m", True), ("gguf", "q8_0", False), ("nvfp4", "mxfp4", True), ("fp8", "q4_k_m", False)],
 )
 def test_rounding_from_one_coarse_form_to_another_is_warned_of(of: str, serve: str, lossy: bool, job: Path) -> None:
     _, note = of_base(job, of, f"output.serve={serve}", "output.way=rounded")

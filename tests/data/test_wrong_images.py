@@ -263,6 +263,7 @@ def test_wrong_configs_for_images_are_refused_with_key_and_cure(job: Any) -> Non
             finetune.train(job([named(GOOD)], *overrides))
         assert caught.value.exit_code == exit_code, overrides
         check(str(caught.value), where, cure)
+    assert not Path("run").exists()
 
 
 @pytest.mark.slow

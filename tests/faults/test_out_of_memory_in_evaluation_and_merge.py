@@ -107,7 +107,7 @@ def test_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_pat
         return run
 
     roomy = train("roomy")
-    little = Fault("finetune.training.eval_loss:EvalLoss.sums", memory_bytes=12 * 2**20, until=PUBLISHING)
+    little = Fault("finetune.training.eval_loss:EvalLoss.sums", memory_bytes=6 * 2**20, until=PUBLISHING)
     tight = train("tight", little)
     assert [event for event in tight.events() if event["event"] == "micro_batch_split"]
     assert metric(tight, "eval_loss") == pytest.approx(metric(roomy, "eval_loss"), rel=1e-6)

@@ -10,7 +10,19 @@ from pathlib import Path
 import gguf_in_llama_cpp as bench
 import pytest
 from jobs import sampled
-from rank_jobs import EXACT, FSDP, PLAIN, UNEVALUATED, ZERO, Jobs, assert_close, resumed_at, same_weights, untied_base
+from rank_jobs import (
+    EXACT,
+    FSDP,
+    PLAIN,
+    UNEVALUATED,
+    ZERO,
+    Jobs,
+    assert_close,
+    resumed_at,
+    same_weights,
+    untied_base,
+    weights,
+)
 from together import assert_all
 from transformers import AutoTokenizer
 
@@ -45,7 +57,8 @@ class Killed:
 SERVED = [*EXACT, *UNEVALUATED, "output.serve=q4_k_m"]
 KILLED = {
     "copies: random numbers of each, 8-bit states, packed rows": Killed(
-        ["adapter.dropout=0.1", "optimizer.kind=adamw_8bit", "data.packing=true", *UNEVALUATED], whole=True, alone=False
+        ["adapter.dropout=0.1", "optimizer.kind=adamw_8bit", "data.packing=true", "kernels.fused=auto", *UNEVALUATED],
+        whole=True, alone=False
     ),
     "shards: every weight, a head of its own, 8-bit states, offloaded": Killed(
         [*FULL, "optimizer.kind=adamw_8bit", "training.precision=fp32", "training.neftune_noise_alpha=5"],
@@ -55,7 +68,7 @@ KILLED = {
         [*FULL, "optimizer.kind=adamw_torch_fused", "optimizer.weight_decay=0.1", "training.learning_rate=0.001",
          "training.precision=fp32"], [ZERO], fewer=True, within=1e-5,
     ),
-    "served as GGUF": Killed(SERVED, base=gguf),
+    "served as GGUF": Killed(SERVED, base=gguf, whole=True, alone=False),
     "served adapter": Killed(SERVED),
     "mxfp4": Killed([*EXACT, *UNEVALUATED], base=lambda base, folder: published("mxfp4", base, folder / "base")),
     "fp8": Killed([*EXACT, *UNEVALUATED], base=lambda base, folder: published("fp8", base, folder / "base")),
@@ -96,6 +109,7 @@ def test_killed_ranks_resume(name: str, odd_jobs: Jobs, shallow_base: Path, tmp_
         assert_all(fewer.go(1), 0)
         assert resumed_at(fewer.run) == [2]
         assert_close(fewer.run, killed.run, within=case.within)
+    assert any(weight.any() for key, weight in weights(killed.run).items() if "lora_B" in key or case.job[:2] == FULL)
     if "output.serve=q4_k_m" in job:
         assert len([event for event in killed.run.events() if event["event"] == "base_packed"]) == 1
     if name in ("mxfp4", "fp8"):

@@ -135,7 +135,7 @@ SPELLINGS = {
     "V100 32GB": ["Tesla V100-SXM2-32GB"],
     "A10G": ["NVIDIA A10G"],
     "A10": ["NVIDIA A10"],
-    "H100": ["NVIDIA H100 80GB HBM3"],
+    "H100": ["NVIDIA H100 80GB HBM3", "H100 SXM"],
     "H100 PCIe": ["NVIDIA H100 PCIe"],
 }
 

@@ -88,7 +88,7 @@ REFUSED: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("skypilot", MICRO, {"gpu": None, "image": None}, "needs --gpu and --image"),
     ("slurm", MICRO, {"nodes": 3}, "cannot be split among 12 processes"),
     ("slurm", MICRO, {"nodes": 3}, "(--nodes 3 --gpus-per-node 4)"),
-    ("slurm", MICRO, {"output": CONFIG}, "is the config itself"),
+    ("slurm", MICRO, {"output": Path("none") / ".." / CONFIG}, "is the config itself"),
     ("slurm", SPLIT, {}, "4 ranks cannot share 6 attention heads"),
     *((name, [], {"swept": ["a=1,2"], "members": [["a=1"]]}, "use slurm")
       for name, target in TARGETS.items() if not target.array),

@@ -202,6 +202,11 @@ def test_auto_attention_says_why(name: str, expected: str, why: tuple[str, ...])
     assert all(word in reason for word in why)
 
 
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_a_base_is_loaded_with_the_attention_that_was_chosen(name: str) -> None:
+    assert base(attention=name).config._attn_implementation == name
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
 def test_autocast_alone_casts_what_a_lora_layer_is_given(kind: str) -> None:
     """And the logits are the same to the bit."""

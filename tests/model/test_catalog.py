@@ -35,6 +35,7 @@ def shared(name: str) -> PreTrainedModel:
 
 def test_no_name_stands_for_two_models() -> None:
     assert len(set(NAMES)) == len(NAMES) == len(MODELS) + len(ALIASES)
+    assert all(catalog.find(name).source for name in NAMES)
 
 
 @pytest.mark.slow

@@ -110,7 +110,8 @@ def test_routers_are_not_quantized(kind: str, base_of: Bases) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "kind"), [("all", "nf4"), ("none", "nf4"), ("every-2", "nf4"), ("all", "mxfp4"), ("none", "fp8")]
+    ("layers", "kind"),
+    [("all", "nf4"), ("none", "nf4"), ("every-2", "nf4"), ("all", "nvfp4"), ("none", "mxfp4"), ("none", "fp8")],
 )
 def test_gradients_through_packed_experts_are_those_of_dequantized_ones(layers: str, kind: str, base_of: Bases) -> None:
     def gradients(model: Any, chosen: str) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from steps import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
+from finetune.config import PreferenceSection
 from finetune.data.encoded import IGNORE, segments_of
 from finetune.objectives import preference
 from finetune.objectives.preference import AnswerScores, Numbers
@@ -136,7 +137,10 @@ def test_the_first_loss_is_ln_2_to_the_bit_for_the_base_is_its_own_reference(job
 def test_the_gradient_is_the_same_split_packed_fused_and_in_tiles(job) -> None:
     keys = ["adapter.rank=4"]
     loss, expected = whole_and_split(ready(job(*keys, "kernels.fused=off")), within=1e-6)
-    for ways in (["kernels.fused=on", "data.packing=true"], ["kernels.fused=off", "memory.loss_tokens=16"]):
+    for ways in (
+        ["kernels.fused=on", "data.packing=true"], ["kernels.fused=off", "memory.loss_tokens=16"],
+        ["kernels.fused=off", "training.micro_batch_tokens=64"],
+    ):  # fmt: skip
         loop = ready(job(*keys, *ways))
         other, gradient = gradients(loop, micro_batches(loop, range(8), 8))
         assert other == pytest.approx(loss, rel=1e-6), ways
@@ -148,6 +152,13 @@ def test_a_step_that_runs_out_of_memory_in_its_reference_is_split(job) -> None:
     loop = ready(job("model.name=builtin:tiny-llama", "adapter.rank=4"))
     (whole,) = micro_batches(loop, range(8), 8)
     assert_split_with_the_same_mean(loop, whole, "forward", within=1e-6)
+
+
+def test_each_loss_is_bound_to_the_numbers_of_its_config() -> None:
+    section = PreferenceSection(beta=0.3, label_smoothing=0.2)
+    for name, loss in (("dpo", preference._dpo), ("robust_dpo", preference._robust)):
+        found, _, _, numbers = preference.FAMILY[name].bind(section).loss.args
+        assert (found, numbers.beta, numbers.label_smoothing) == (loss, 0.3, 0.2)
 
 
 # -- beside TRL --------------------------------------------------------------------------------------------------------

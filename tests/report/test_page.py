@@ -55,6 +55,11 @@ def test_all_that_other_commands_write_is_linked(run: RunDirectory) -> None:
     assert written <= linked, "describe the missing one in _FILES of report/page.py"
 
 
+def test_the_page_shows_questions_references_and_answers(markup: str) -> None:
+    for text in ("What is &lt;b&gt;x&lt;/b&gt;?", "A name.", "&lt;script&gt;alert(1)&lt;/script&gt;"):
+        assert text in markup
+
+
 def test_the_policy_of_the_page_allows_its_own_script_and_nothing_else(markup: str) -> None:
     [script] = re.findall(r"<script>(.*?)</script>", markup, re.S)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -77,7 +77,9 @@ def test_cached_and_in_step_train_alike_and_another_seed_finds_the_scores(job, t
     assert (passes(cached), passes(in_step)) == (24, 0)
     assert metric(cached, "loss")[0] == pytest.approx(math.log(2), abs=1e-5)
     finetune.train(job(CACHED, "training.seed=7", "adapter.rank=4", "training.max_steps=1", run="again"))
-    assert passes(RunDirectory(tmp_path / "again")) == 0
+    again = RunDirectory(tmp_path / "again")
+    assert passes(again) == 0
+    assert [event["rows"] for event in again.events() if event["event"] == "reference_found"] == [24]
 
 
 @pytest.mark.slow
