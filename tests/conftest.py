@@ -229,7 +229,7 @@ def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
     return RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
 
 
-@pytest.fixture(scope="session", params=sampled(AFTER, "qwen3_vl", "gemma3"))
+@pytest.fixture(scope="session", params=sampled(AFTER, "qwen3_vl"))
 def seeing_run(request: pytest.FixtureRequest, shared_folder: Path) -> SeeingRun:
     """A finished run of each of a few families of bases that see. Do not write to it, nor to its base."""
     seen = SeeingRun(request.param, shared_folder / f"trained-{request.param}")

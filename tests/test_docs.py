@@ -304,7 +304,7 @@ def test_one_more_member_of_the_family_is_trained_and_measured_by_its_entry_alon
     assert "accuracy" in {measure["name"] for measure in finetune.evaluate(run).record["measures"]}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_example_of_an_engine_is_trained_as_it_was_forecast(quick, add, monkeypatch: pytest.MonkeyPatch) -> None:
     add(ENGINES)
     written(ENGINES, "finetune/model/distributed/averaged.py", monkeypatch)

@@ -141,7 +141,7 @@ def test_a_dict_and_arguments_give_the_config_of_a_file_and_replace_its_keys(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_defaults_of_torch_that_a_notebook_has_set_change_neither_forecast_nor_training(quick) -> None:
     def figures(run: str) -> list[Any]:
         config, quiet = quick("training.max_steps=1", run=run), Terminal(quiet=True)

@@ -17,6 +17,7 @@ from finetune.storage.rundir import RunDirectory
 from tests.jobs import QUICK
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_the_large_base_computes_what_it_was_grown_from(monkeypatch: pytest.MonkeyPatch) -> None:
     small = AutoModelForCausalLM.from_pretrained(locate(BUILTIN_BASE), dtype=torch.float32)

@@ -95,6 +95,7 @@ def test_a_base_in_float32_is_shipped_in_half_of_it_with_a_note(base: Path, trai
     assert 0 < record["held_base"]["kl"] < 1e-4
 
 
+@pytest.mark.long
 def test_a_tied_base_with_rows_that_blocks_do_not_divide_is_shipped_as_trained(
     shallow_base: Path, trained: Trained
 ) -> None:

@@ -69,6 +69,7 @@ def test_an_update_that_is_not_finite_is_skipped(
     assert "LOCAL_RANK" not in os.environ
 
 
+@pytest.mark.long
 def test_a_checkpoint_from_before_the_first_update_has_no_states_and_is_resumed(
     quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ EVALUATED = ["training.eval_every=2", "training.max_steps=4", "output.save_every
 """It is read in the preparation, in the warm-up, and in each evaluation: of step 0, 2 and 4."""
 
 
+@pytest.mark.long
 def test_ranks_that_share_weights_save_where_an_image_breaks_in_an_evaluation(
     jobs: Jobs, folder: Path, picture_of_row_5: Path
 ) -> None:
@@ -121,12 +122,9 @@ def test_ranks_that_share_weights_save_where_an_image_breaks_in_an_evaluation(
     assert any("Step 2 is saved" in one.in_one_line for one in ended)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("rows", "own"),
-    [
-        pytest.param("one", TRAINED, id="trained"),
-        pytest.param("none", EVALUATED, id="evaluated", marks=pytest.mark.long),
-    ],
+    ("rows", "own"), [pytest.param("one", TRAINED, id="trained"), pytest.param("none", EVALUATED, id="evaluated")]
 )
 def test_a_run_whose_image_breaks_saves_and_goes_on_once_it_is_put_back(
     jobs: Jobs, folder: Path, picture_of_row_5: Path, rows: str, own: list[str]

@@ -106,14 +106,15 @@ def test_another_error_in_a_step_ends_all_and_names_the_rank(jobs: Jobs) -> None
 # -- ranks that wait for each other within a pass ---------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "faults"),
     [
         pytest.param(
             FSDP, [SECOND_STEP, Fault(ATTENTION, "^$", 1, "memory", after=EVALUATED)], id="shards, and an evaluation"
         ),
-        pytest.param("distributed.context=2", [SECOND_STEP], id="slices of rows", marks=pytest.mark.long),
-        pytest.param(ZERO, [SECOND_STEP], id="deepspeed", marks=pytest.mark.long),
+        pytest.param("distributed.context=2", [SECOND_STEP], id="slices of rows"),
+        pytest.param(ZERO, [SECOND_STEP], id="deepspeed"),
     ],
 )
 def test_the_same_command_goes_on_from_the_last_save_with_smaller_micro_batches(

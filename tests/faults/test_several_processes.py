@@ -109,8 +109,7 @@ WAYS = {
     "ZeRO of one process, with slices on the host": Way([ZERO, "distributed.offload=cpu"], [GENTLE], ranks=1),
 }
 OFTEN = (
-    "shards, nf4", "shards of experts, which the layer that holds them gathers", "slices of rows, nf4, fused",
-    "ZeRO, nf4",
+    "shards, nf4", "slices of rows, nf4, fused", "ZeRO, nf4",
 )  # fmt: skip
 
 

@@ -76,7 +76,6 @@ KILLED = {
 OFTEN = (
     "copies: random numbers of each, 8-bit states, packed rows",
     "shards: every weight, a head of its own, 8-bit states, offloaded",
-    "served as GGUF",
 )
 
 

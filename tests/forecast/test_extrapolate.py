@@ -163,11 +163,11 @@ PATTERN = "layers[.]([0-5]|7)[.]"
             ("llama", 6, {**PLAIN, "adapter__kind": "none", "optimizer__kind": "sgd"}),
             ("mixture", 6, {}),
             (MIXTURE := ("mixture", 6, {**TWO, "adapter__targets": ["q_proj"]})),
-            (MIXED_TYPES := ("llama", 12, {"quantization__kind": "q4_k_m", "adapter__targets": ["q_proj"]})),
+            ("llama", 12, {"quantization__kind": "q4_k_m", "adapter__targets": ["q_proj"]}),
             ("llama", 8, {**PLAIN, "adapter__targets": ["q_proj", f".*{PATTERN}mlp.*"]}),
             ("llama", 8, {**TWO, "adapter__ranks": {f"{PATTERN}.*": 64, "q_proj": 2}}),
         ],
-        MIXTURE, MIXED_TYPES,
+        MIXTURE,
     ),
     ids=str,
 )  # fmt: skip

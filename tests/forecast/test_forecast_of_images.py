@@ -172,7 +172,7 @@ def test_the_largest_image_is_bounded_by_the_budget_and_by_the_length(job: tuple
     assert most_pixels(10, 1000) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_longer_rows_than_the_data_has_are_forecast_with_its_images(job: tuple[str, Config]) -> None:
     config = job[1].changed({"training.micro_batch": 2, "memory.checkpointing": "all", "data.max_length": 256})
     planner = planning.planner_for(config, "RTX 4090")

@@ -25,7 +25,7 @@ def bytes_of_8b() -> float:
     return 32 * others * Q4_K + 16 * some * (Q4_K + Q6_K) + tables + 65 * hidden * 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("gpu", sampled(["RTX 4090", "RTX 4080"], "RTX 4080"))
 def test_8b_fits_beside_its_adapter_in_the_bytes_that_are_served(gpu: str) -> None:
     least = ["training.micro_batch=1", "memory.checkpointing=all"]

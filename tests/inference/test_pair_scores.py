@@ -87,7 +87,7 @@ def test_a_run_of_dpo_is_measured_on_held_out_pairs_as_by_whole_logits(
     assert {each.reference.split()[0] for each in questions(config.data, tokenizer)} == {"yes"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_kto_is_measured_on_held_out_answers_as_by_whole_logits(job: Any) -> None:
     config = job("training.objective=kto", "preference.desirable_weight=0.5")
     finetune.train(config)

@@ -226,7 +226,7 @@ at_once = pytest.mark.parametrize("seeded", [2**16], indirect=True, ids=["at onc
 
 
 @at_once
-@pytest.mark.slow
+@pytest.mark.long
 def test_schemas_and_shapes_are_those_of_the_results(dtype, subtests) -> None:
     """Once for each operator; the others' shapes are compared below."""
     if dtype is torch.float32:

@@ -151,7 +151,7 @@ def test_a_weight_that_the_code_reads_directly_is_not_quantized_and_has_no_adapt
             built(config)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 # In DBRX it ends in the first layer, whose experts look up which tokens they have.
 def test_the_search_for_such_weights_reaches_the_last_layer(subtests: pytest.Subtests) -> None:
     """On the meta device, where a plan and a run do it."""

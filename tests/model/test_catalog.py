@@ -38,7 +38,7 @@ def test_no_name_stands_for_two_models() -> None:
     assert all(catalog.find(name).source for name in NAMES)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_model_has_the_published_number_of_parameters(subtests: pytest.Subtests) -> None:
     for name in MODELS:
         with subtests.test(name=name):

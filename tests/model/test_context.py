@@ -81,7 +81,7 @@ JOBS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_split_rows_have_the_loss_and_the_gradients_of_whole_ones(children: Children, tmp_path: Path) -> None:
     first, *_ = children.call(as_rank, str(tmp_path / "store"), ranks=RANKS)
     for job, (loss, gradients) in zip(JOBS, first, strict=True):

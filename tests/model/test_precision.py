@@ -132,6 +132,7 @@ def test_a_run_goes_on_in_the_precision_it_was_started_in(
     assert "training.precision:" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_members_of_a_sweep_go_on_in_the_precision_of_those_that_were_started(run: RunDirectory, has: Has) -> None:
     has()
     folder = run.path.parent / "sweep"

@@ -153,7 +153,7 @@ def test_layers_left_out_are_in_neither_forecast_nor_files_and_are_reported(
         starting.check(base("mistral3"), again)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_finished_run_of_an_earlier_version_that_adapted_a_tower_is_published_without_it(
     tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

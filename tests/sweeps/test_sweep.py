@@ -383,6 +383,7 @@ def test_a_resident_base_gives_each_training_its_own_modules_around_the_same_wei
         assert base.dtype == getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[changed.training.precision])
 
 
+@pytest.mark.long
 def test_members_are_compared_on_rows_with_images(tmp_path: Path) -> None:
     seeing.base(tmp_path / "base", "qwen3_vl")
     seeing.rows(tmp_path, [example(tmp_path, number) for number in range(6)])

@@ -252,6 +252,7 @@ def test_a_blank_image_changes_its_own_row_alone_and_a_removed_one_its_tokens(lo
     assert not torch.isin(text["input_ids"], loop.steps.collate._vision.image_tokens[0]).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", sampled(seeing.FAMILIES, "gemma4"), indirect=True)
 def test_rows_of_text_train_as_on_the_language_layers_alone(job: tuple[str, Path], tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": [{"type": "text", "text": f"Row {number}?"}]},
