@@ -88,6 +88,26 @@ def test_a_prompt_is_not_trained_and_its_completion_and_plain_text_are_with_one_
         assert shown(encode(Text("Because so."), tokenizer, loss_on), tokenizer) == answer
 
 
+def test_an_answer_that_has_an_end_of_its_own_is_trained_to_it_and_gets_no_other(word_tokenizer: Make) -> None:
+    tokenizer = word_tokenizer(None)
+    for answer, row in [
+        ("so<|im_end|>", "[so][>]"), ("so<|im_end|>\n", "[so][>]/"), ("so\n<|im_end|>\n\n", "[so][/][>]//"),
+        ("so<|im_end|><|pad|>", "[so][>]_"), ("so<|im_end|><|im_end|>", "[so][>]>"),
+        ("one<|im_end|>so", "[one][>][so][>]"), ("one<|im_end|>so\n", "[one][>][so][/][>]"),  # one amid it is no end
+    ]:  # fmt: skip
+        encoded = encode(Completion("Why?", answer), tokenizer, control_tokens="parse")
+        assert shown(encoded, tokenizer) == "Why?" + row, answer
+
+
+def test_an_answer_to_a_rendered_prompt_ends_as_a_turn_does_and_any_other_with_eos(
+    word_tokenizer: Make, templates: dict[str, str]
+) -> None:
+    tokenizer = word_tokenizer(templates["marked"], special=["</s>"], eos_token="</s>")
+    rendered = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    for prompt, row in ((rendered, "<user/Hi>/<assistant/[so][>]"), ("Why?", "Why?[so][</s>]")):
+        assert shown(encode(Completion(prompt, "so"), tokenizer, control_tokens="parse"), tokenizer) == row
+
+
 def test_a_tokenizer_that_ends_every_text_does_not_end_the_prompt(word_tokenizer: Make) -> None:
     from tokenizers.processors import TemplateProcessing
 
@@ -174,6 +194,7 @@ def test_trained_tokens_are_counted_but_the_first_which_nothing_predicts() -> No
     assert Encoded(segments, ("chosen", "rejected")).trained == 3
     assert Encoded(segments, ("answer", "mismatched")).trained == 2
     assert segments[0].cut(2) == Segment([5, 6], [IGNORE, 6])
+    assert segments[0].cut(2, 1) == Segment([6, 7], [6, 7])
 
 
 # -- no mask that cannot be trusted ----------------------------------------------------------------------------------

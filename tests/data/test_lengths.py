@@ -38,7 +38,8 @@ def test_truncation_keeps_the_first_token_and_the_last_answer(subtests: pytest.S
         ("abCDefGH", 5, "truncated", "aefGH"), ("abCDefGH", 8, "truncated", "abCDefGH"),
         ("abCDefGHij", 8, "truncated", "abCDefGH"), ("aBCDeFghIJ", 8, "truncated", "adeFghIJ"),
         ("abcdeFGHIJKL", 8, "truncated", "eFGHIJKL"), ("abcdeFGHIJKLMNOPQRST", 12, "answer truncated", "adeFGHIJKLMN"),
-        ("ABcdEFgh", 7, "truncated", "ABcdEFg"), ("abcdef", 4, "truncated", "abcd"),
+        ("ABcdEFgh", 7, "truncated", "ABcdEFg"), ("abcdef", 4, "truncated", "abcd"), ("aBCdE", 4, "truncated", "acdE"),
+        ("ABcDEFGHIJKLMNOP", 12, "answer truncated", "ABcDEFGHIJKL"),  # the first answer has lost nothing
     ]:  # fmt: skip
         with subtests.test(before=before):
             assert after("truncate", before, limit) == (what, [kept])
@@ -53,6 +54,21 @@ def test_a_head_stays_whole_where_it_fits_in_half_of_the_room_before_the_last_an
         with subtests.test(before=before):
             _, [cut] = TOO_LONG["truncate"].apply(row(before, head), limit)
             assert text(cut) == kept
+
+
+def test_definitions_of_tools_stay_and_an_answer_before_them_that_lost_its_beginning_is_not_trained(
+    subtests: pytest.Subtests,
+) -> None:
+    for before, tools, limit, what, kept in [
+        ("stoolsabcDE", (1, 6), 10, "truncated", ["stoolsbcDE"]), ("stoolsabcDE", (1, 6), 8, "dropped", []),
+        ("sABtoolsqCD", (3, 8), 10, "truncated", ["sbtoolsqCD"]),  # B stands right before the definitions
+        ("sABTOOLSqCD", (3, 8), 9, "truncated", ["stoolsqCD"]),
+        ("TOOLSABC", (0, 5), 6, "answer truncated", ["TOOLSA"]),  # all of it is the answer
+    ]:  # fmt: skip
+        with subtests.test(before=before, limit=limit):
+            head = Head(int(before[0] == "s"), 0, tools)
+            done, made = TOO_LONG["truncate"].apply(replace(row(before), head=head), limit)
+            assert (done, [text(cut) for cut in made]) == (what, kept)
 
 
 def test_pieces_share_a_token_so_that_each_trained_one_is_predicted(subtests: pytest.Subtests) -> None:
@@ -79,6 +95,8 @@ def test_pieces_of_a_conversation_keep_its_head_untrained(subtests: pytest.Subte
          "stoolseF"]),
         ("stools?ABCDEF", Head(1, 1, (1, 6)), 7, "dropped", []),
         ("stools?ABCDEF", Head(1, 1, (1, 6)), 4, "dropped", []),
+        ("tools?ABCDEFGH", Head(0, 0, (0, 3)), 4, "dropped", []),  # one token is shared, and none is left
+        ("toolstools?ABCDEFGH", Head(0, 0, (0, 10)), 12, "dropped", []),  # over three quarters of a piece
         ("syTTaBCtoolDEFG", Head(1, 2, (7, 11)), 10, "split", ["syTTaBCtoo", "stoolDEFG"]),
         ("syTTaBCtoolDEFG", Head(1, 2, (7, 11)), 12, "split", ["syTTaBCtoolD", "sytooldEFG"]),
     ]:  # fmt: skip

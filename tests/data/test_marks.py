@@ -197,6 +197,19 @@ def test_an_earlier_answer_that_is_rendered_differently_at_the_end_is_located_by
         template = chatml.replace(_MARKED, f"{{{{- message['content'] + {ends} -}}}}")
         tokenizer = word_tokenizer(template, pad_token="<unk>")
         assert trained_text(encode(rows, tokenizer), tokenizer) == text
+    template = chatml.replace(_MARKED, "{{- '<|pad|>' + message['content'] + ('#' if loop.last else '') -}}<|im_end|>")
+    tokenizer = word_tokenizer(template, pad_token="<unk>")  # which writes a token before the words, as gpt-oss's does
+    assert trained_text(encode(rows, tokenizer), tokenizer) == "<|pad|>one . two<|im_end|><|pad|>so#<|im_end|>"
+
+
+def test_an_earlier_answer_with_a_word_that_the_tokenizer_does_not_know_is_trained(
+    word_tokenizer: Make, closed: str
+) -> None:
+    """Its tokens do not spell its words, but all that follows it is what closes any conversation."""
+    tokenizer = word_tokenizer(closed)
+    rows = Chat([user("Hi"), assistant("unheard"), user("Why?"), assistant("one")])
+    row = "<user/Hi>/<assistant/[<unk>][>]/<user/Why?>/<assistant/[one][>]/_"
+    assert shown(encode(rows, tokenizer), tokenizer) == row
 
 
 def test_running_out_of_memory_in_the_tokenizer_is_not_blamed_on_a_row(

@@ -114,6 +114,34 @@ def test_a_thought_that_a_question_repeats_is_lost_all_the_same() -> None:
             assert trained(messages, tokenizer) == ["two<|im_end|>"]
 
 
+def asked(content: str) -> dict[str, str]:
+    """A question that Qwen 3's template takes for the result of a call: the thoughts before it may stay."""
+    return user(f"<tool_response>\n{content}\n</tool_response>")
+
+
+def test_a_thought_that_the_template_drops_for_what_a_question_says_is_lost_though_questions_repeat_it() -> None:
+    for arguments in ({}, {"enable_thinking": False}):
+        tokenizer = tokenizer_of("qwen3", **arguments)
+        for first, second in (("why", "r"), ("q", "why")):
+            messages = [asked(first), assistant("one", "why"), asked(second), assistant("two")]
+            assert trained(messages, tokenizer) == ["two<|im_end|>"]
+
+
+def test_an_earlier_answer_that_loses_its_empty_thought_is_located_by_its_last_words() -> None:
+    empty = assistant("<think>\n\n</think>\n\none")
+    messages = [user("q"), empty, asked("r"), assistant("two", "how"), asked("s"), assistant("so")]
+    assert trained(messages, tokenizer_of("qwen3")) == ["one<|im_end|>", "so<|im_end|>"]
+
+
+def test_an_answer_whose_prompt_opens_or_closes_a_thought_otherwise_is_refused() -> None:
+    with pytest.raises(RowError, match=r"messages\[1\]: the chat template's prompt opens a thought"):
+        trained(ANSWER, tokenizer_of("deepseek_r1_distill"))
+    call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    messages = [user("q"), assistant("", "why") | call, {"role": "tool", "content": "3"}, assistant("two")]
+    with pytest.raises(RowError, match=r"messages\[1\] has a thought, but .* prompt ends with an empty one"):
+        trained(messages, tokenizer_of("qwen3", enable_thinking=False))
+
+
 def test_arguments_are_defaults_of_the_template_in_training_prompts_and_files(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("qwen3", enable_thinking=False)
     assert trained(ANSWERS, tokenizer) == ["one<|im_end|>", "two<|im_end|>"]
