@@ -328,7 +328,7 @@ def terminate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "notes", "owes", "best"),
+    ("given", "notes", "owes", "best"),
     [
         ({"acts": {"pass 2": terminate}}, step(2), False, None),
         ({"acts": {"pass 2": terminate}, "evaluate_every": 1}, ["step 2", "clock"], True, 1),
@@ -341,9 +341,9 @@ def terminate() -> None:
     ids=["in a step", "in a step to be evaluated", "in its evaluation", "once the loss is known"],
 )  # fmt: skip
 def test_a_signal_ends_a_run_with_its_step_saved_and_its_evaluation_counted_or_postponed(
-    job: dict[str, Any], notes: list[str], owes: bool, best: int | None
+    given: dict[str, Any], notes: list[str], owes: bool, best: int | None
 ) -> None:
-    loop, asked = ran(total=9, **job)
+    loop, asked = ran(total=9, **given)
     wanted = [*notes, "saved 2", "clock", "ended"]
     assert asked.notes[-len(wanted) :] == wanted
     assert (loop.progress.owes_evaluation, loop.progress.best_step) == (owes, best)
