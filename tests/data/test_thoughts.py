@@ -115,15 +115,16 @@ def test_a_thought_that_a_question_repeats_is_lost_all_the_same() -> None:
 
 
 def asked(content: str) -> dict[str, str]:
-    """A question that Qwen 3's template takes for the result of a call: the thoughts before it may stay."""
+    """A question that Qwen 3's template takes for the result of a call, and not for a question."""
     return user(f"<tool_response>\n{content}\n</tool_response>")
 
 
-def test_a_thought_that_the_template_drops_for_what_a_question_says_is_lost_though_questions_repeat_it() -> None:
+def test_a_thought_that_the_template_drops_for_what_a_question_says_is_lost_though_it_is_repeated() -> None:
     for arguments in ({}, {"enable_thinking": False}):
         tokenizer = tokenizer_of("qwen3", **arguments)
         for first, second in (("why", "r"), ("q", "why")):
-            messages = [asked(first), assistant("one", "why"), asked(second), assistant("two")]
+            result = {"role": "tool", "content": second}
+            messages = [asked(first), assistant("one", "why"), result, assistant("two")]
             assert trained(messages, tokenizer) == ["two<|im_end|>"]
 
 
