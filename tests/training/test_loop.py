@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset
 
 from finetune.data.batching import MicroBatching, RowOrder
-from finetune.errors import Terminated
+from finetune.errors import DataError, Terminated
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model.distributed.engine import OneProcess
 from finetune.objectives import Objective, trained_tokens
@@ -73,6 +73,9 @@ class Asked:
 
     def restart_clock(self) -> None:
         self.note("clock")
+
+    def holds(self, progress: Progress) -> bool:
+        return f"saved {progress.step}" in self.notes
 
     def ended(self) -> None:
         self.note("ended")
@@ -366,6 +369,17 @@ def test_before_the_first_step_a_signal_ends_an_evaluation_and_the_run_with_noth
     with pytest.raises(Terminated):
         run(loop)
     assert asked.notes == ["started at 0", "evaluation", "clock"]
+
+
+def test_a_held_out_row_that_can_no_longer_be_read_ends_the_run_with_its_step_saved_and_the_evaluation_owed() -> None:
+    def broken() -> None:
+        raise DataError("rows.jsonl:3: it is gone")
+
+    loop, asked = made(total=9, evaluate_every=1, acts={"evaluation #3": broken})
+    with pytest.raises(DataError, match="Step 2 is saved"):
+        run(loop)
+    assert asked.of("saved") == ["saved 2"]
+    assert loop.progress.owes_evaluation
 
 
 def test_an_interrupt_that_was_no_signal_to_the_run_ends_it_at_once() -> None:
