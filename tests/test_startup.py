@@ -103,7 +103,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> dict[s
     process = [sys.executable, "-c", WATCHED, json.dumps(commands)]
     done = subprocess.run(process, cwd=folder, capture_output=True, text=True, check=False)
     metrics = folder / "run" / "metrics.jsonl"
-    assert done.returncode == 0 and "Traceback" not in done.stderr and metrics.is_file(), done.stdout + done.stderr  # noqa: PT018
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "Traceback" not in done.stderr, said
+    assert metrics.is_file(), said
     assert "eval_loss" in metrics.read_text(encoding="utf-8")
     recorded = {name: json.loads((folder / f"{name}.json").read_text()) for name, *_ in commands}
     return {
