@@ -8,6 +8,7 @@ at the n-th that matches.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -199,7 +200,7 @@ def _started(preload: str, config: Path, address: Path) -> subprocess.Popen[str]
     address.unlink(missing_ok=True)
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "passive",
+        "OMP_WAIT_POLICY": "passive", "MALLOC_ARENA_MAX": "1",
     }  # fmt: skip
     server = subprocess.Popen(
         [sys.executable, __file__, preload, str(config), str(address)], stdin=subprocess.DEVNULL,
@@ -449,6 +450,16 @@ def _fill(path: Path) -> None:
             file.write(bytes(1024))
 
 
+def _give_back_what_is_freed() -> None:
+    """So that a limit on memory refuses the same on every machine.
+
+    Otherwise a block may come from what an earlier and larger one left to the heap. (A thread's arena, which a child
+    would inherit, has 64 MiB mapped ahead: MALLOC_ARENA_MAX.)
+    """
+    mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h; once set, it no longer grows by itself
+    ctypes.CDLL(None).mallopt(mmap_threshold, 64 * 2**10)
+
+
 def _limit_memory(extra_bytes: int) -> None:
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + extra_bytes, resource.RLIM_INFINITY))
@@ -475,6 +486,8 @@ _AUDITED = {"os.rename": ("rename", 2), "os.mkdir": ("mkdir", 2), "os.remove": (
 def _inject(fault: Fault) -> None:
     import torch
 
+    if fault.memory_bytes is not None:
+        _give_back_what_is_freed()
     if fault.file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (fault.file_bytes, resource.RLIM_INFINITY))

@@ -101,13 +101,13 @@ def test_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_pat
     def train(name: str, fault: Fault | None = None) -> RunDirectory:
         run, ended = train_apart(
             fault, *JOB, f"data.eval={file}", "data.max_length=512", "data.too_long=truncate", "training.batch_size=8",
-            "training.micro_batch=8", "training.max_steps=1", run=name,
+            "training.micro_batch=8", "training.max_steps=1", "training.precision=fp32", run=name,
         )  # fmt: skip
         assert ended.code == 0, ended.output
         return run
 
     roomy = train("roomy")
-    little = Fault("finetune.training.eval_loss:EvalLoss.sums", memory_bytes=6 * 2**20, until=PUBLISHING)
+    little = Fault("finetune.training.eval_loss:EvalLoss.sums", memory_bytes=26 * 2**20, until=PUBLISHING)
     tight = train("tight", little)
     assert [event for event in tight.events() if event["event"] == "micro_batch_split"]
     assert metric(tight, "eval_loss") == pytest.approx(metric(roomy, "eval_loss"), rel=1e-6)
