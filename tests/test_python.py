@@ -437,7 +437,7 @@ def test_a_plan_has_the_config_what_was_chosen_and_the_levers(quick) -> None:
     assert plan.fitted
     assert plan.config.training.micro_batch == plan.fitted.value("training.micro_batch")
     assert plan.levers == ()
-    few = ("data.max_length=2048", "memory.checkpointing=all", "memory.loss_tokens=512", "adapter.rank=8")
+    few = ("data.max_length=128", "memory.checkpointing=all", "memory.loss_tokens=512", "adapter.rank=8")
     refused = finetune.plan(quick("data.train=someone/rows", "data.eval=none", *few), "1MiB")
     assert refused.fitted is None
     assert [lever.cost for lever, after in refused.levers]
