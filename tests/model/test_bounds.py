@@ -82,7 +82,9 @@ def test_the_default_length_is_lowered_to_the_bases_positions_with_a_note(
 ) -> None:
     (tmp_path / "job.yaml").write_text("training: {precision: fp32}\nquantization: {kind: none}\n")
     job = [f"model.name={make_base(kind, values)}", f"data.train={long_rows}", "data.eval_share=0.5"]
-    config = load_config(tmp_path / "job.yaml", [*QUICK, *job, f"output.dir={tmp_path / 'run'}"])
+    config = load_config(
+        tmp_path / "job.yaml", [*QUICK, *job, "training.max_steps=1", f"output.dir={tmp_path / 'run'}"]
+    )
     terminal = Notes()
     found = finetune.train(config, terminal=terminal)
     assert [note for note in terminal.notes if f" to {POSITIONS}, the positions" in note]

@@ -174,12 +174,12 @@ def test_a_forged_quantization_is_read_or_refused(form: str, kind: str, changed:
 
 @pytest.mark.parametrize("expression", ["re:(.|..|.)*[!?]", "re:("])
 def test_an_expression_that_takes_forever_or_is_none_is_refused(
-    expression: str, packed: Copies, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    expression: str, packed: Copies, call: Call, rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantizers, "_MATCHING_SECONDS", 0.2)
     config = tmp_path / "job.yaml"
     config.write_text(f"model: {{name: {packed(_of_compressed_tensors(ignore=['lm_head', expression]))}}}\n")
-    code, _, err = call("plan", config)
+    code, _, err = call("plan", config, f"data.train={rows_file}", "data.eval=none")
     assert code == 7
     assert "config.json" in err
     assert "regular expression" in err or "takes too long" in err

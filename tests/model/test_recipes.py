@@ -35,7 +35,7 @@ _SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 10, "num_attention_heads": 4,
     "num_key_value_heads": 1, "head_dim": 64, "pad_token_id": 0,
 }  # fmt: skip
-_FEW: dict[str, Any] = {**_SIZES, "num_hidden_layers": 2}
+_FEW: dict[str, Any] = {**_SIZES, "num_hidden_layers": 1}
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts_per_tok": 2, "norm_topk_prob": True}
 FAMILIES = {
     "llama": LlamaConfig(**_SIZES),
@@ -151,8 +151,8 @@ TRAINED = {
     "transposed experts": (GptOssConfig(**_FEW, num_local_experts=4, num_experts_per_tok=2), "q4_0"),
     "linear attention": (
         Qwen3_5TextConfig(
-            **_FEW, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4,
-            linear_value_head_dim=64, linear_num_key_heads=2, linear_key_head_dim=64,
+            **_FEW | {"num_hidden_layers": 2}, layer_types=["linear_attention", "full_attention"],
+            linear_num_value_heads=4, linear_value_head_dim=64, linear_num_key_heads=2, linear_key_head_dim=64,
         ),
         "q8_0",
     ),
