@@ -328,7 +328,7 @@ STEPS = ["training.max_steps=2", "training.learning_rate=0.01", "training.warmup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(["granitemoe", "gpt_oss", "deepseek_v3", "qwen2_moe"], "gpt_oss", "qwen2_moe"))
+@pytest.mark.parametrize("name", sampled(["granitemoe", "gpt_oss", "deepseek_v3", "qwen2_moe"], "gpt_oss"))
 def test_what_was_trained_generates_evaluates_merges_and_is_whole(
     name: str, base_of: Bases, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -346,8 +346,15 @@ def test_what_was_trained_generates_evaluates_merges_and_is_whole(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "targets"),
-    [("none", "[q_proj,experts.gate_up_proj,experts.down_proj]"), ("nf4", "[q_proj,gate.weight]")],
-    ids=["experts", "router"],
+    sampled(
+        [
+            ("none", "[q_proj,experts.gate_up_proj,experts.down_proj]"),
+            ("nf4", "[q_proj,gate.weight]"),
+            _TOGETHER := ("nf4", "[q_proj,experts.gate_up_proj,experts.down_proj,gate.weight]"),
+        ],
+        _TOGETHER,
+    ),
+    ids=["experts", "router", "both"],
 )
 def test_adapters_on_experts_and_routers_load_too(kind: str, targets: str, base_of: Bases, quick: Any) -> None:
     job = [f"model.name={base_of('mixtral')}", f"quantization.kind={kind}", f"adapter.targets={targets}"]
