@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ def foreign(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def base(foreign: Path, tiny_base: Path) -> Path:
+def base(foreign: Path, shallow_base: Path) -> Path:
     """A model directory to spoil."""
-    return Path(shutil.copytree(tiny_base, foreign / "base"))
+    return Path(shutil.copytree(shallow_base, foreign / "base"))
 
 
 @pytest.fixture
@@ -41,15 +41,15 @@ def run(foreign: Path, trained: RunDirectory) -> RunDirectory:
 
 
 @pytest.fixture
-def call(tmp_path: Path, foreign: Path, trap: Trap) -> Callable[..., Ended]:
-    """Run a command in a watched child. It may write below `writes` (default `out`), nothing may run, nothing may
-    connect, and the foreign files must be as before, but for a run directory that it may write to."""
+def call_each(tmp_path: Path, foreign: Path, trap: Trap) -> Callable[..., list[Ended]]:
+    """Run commands in a watched child. They may write below `writes` (default `out`), nothing may run, nothing may
+    connect, and the foreign files must be as before, but for a run directory that they may write to."""
 
-    def run(*arguments: object, writes: Path | None = None) -> Ended:
+    def run(*commands: Sequence[object], writes: Path | None = None) -> list[Ended]:
         mine = writes or tmp_path / "out"
         before = contents(tmp_path, mine)
-        ended = watched(*arguments, writable=[mine], foreign=[foreign], folder=tmp_path)
-        assert ended.heard == []
+        ended = watched(*commands, writable=[mine], foreign=[foreign], folder=tmp_path)
+        assert [(arguments, one.heard) for arguments, one in zip(commands, ended, strict=True) if one.heard] == []
         assert not trap.went_off
         assert contents(tmp_path, mine) == before
         return ended
@@ -58,20 +58,27 @@ def call(tmp_path: Path, foreign: Path, trap: Trap) -> Callable[..., Ended]:
 
 
 @pytest.fixture
-def train(call: Callable[..., Ended], rows_file: Path, shallow_base: Path, tmp_path: Path) -> Callable[..., Ended]:
-    """Train two layers for one step, with overrides."""
+def call(call_each: Callable[..., list[Ended]]) -> Callable[..., Ended]:
+    """Run one."""
+    return lambda *arguments, **given: call_each(arguments, **given)[0]
+
+
+@pytest.fixture
+def training(rows_file: Path, shallow_base: Path, tmp_path: Path) -> list[str]:
+    """Overrides of a job of one step on two layers."""
+    return [
+        f"model.name={shallow_base}", "training.max_steps=1", "training.batch_size=2", "training.micro_batch=2",
+        "memory.check=off", "output.merge=false", f"data.train={rows_file}", "data.eval=none",
+        f"output.dir={tmp_path / 'out' / 'run'}",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def train(call: Callable[..., Ended], training: list[str]) -> Callable[..., Ended]:
+    """Train it, with overrides."""
 
     def run(*overrides: str, config: Path = TINY, writes: Path | None = None) -> Ended:
-        job = [
-            f"model.name={shallow_base}",
-            "training.max_steps=1",
-            "training.batch_size=2",
-            "training.micro_batch=2",
-            "memory.check=off",
-        ]
-        job.append("output.merge=false")
-        where = [f"data.train={rows_file}", "data.eval=none", f"output.dir={tmp_path / 'out' / 'run'}"]
-        return call("train", config, *job, *where, *overrides, writes=writes)
+        return call("train", config, *training, *overrides, writes=writes)
 
     return run
 

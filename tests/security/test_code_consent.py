@@ -67,7 +67,7 @@ def consented(foreign: Path, trap: Trap, tmp_path: Path) -> Callable[..., Ended]
     """Run a command to which the person consented: it may do what the code does."""
 
     def call(*arguments: object) -> Ended:
-        ended = watched(*arguments, writable=[tmp_path], foreign=[foreign], folder=tmp_path)
+        [ended] = watched(arguments, writable=[tmp_path], foreign=[foreign], folder=tmp_path)
         assert "Traceback" not in ended.err, ended.err
         return ended
 
@@ -89,10 +89,9 @@ def on(run: RunDirectory, command: str) -> tuple[object, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_run_directory_switches_no_code_on(command: str, evil: RunDirectory, call) -> None:
-    ended = call(*on(evil, command), writes=evil.path)
-    refused(ended, evil.config_file, f"`{NAME}` at revision {COMMIT}", FLAG)
+def test_a_run_directory_switches_no_code_on(evil: RunDirectory, call_each) -> None:
+    for ended in call_each(*(on(evil, command) for command in COMMANDS), writes=evil.path):
+        refused(ended, evil.config_file, f"`{NAME}` at revision {COMMIT}", FLAG)
 
 
 @pytest.mark.slow
@@ -152,20 +151,13 @@ def test_the_code_beside_a_merged_model_never_runs(evil: RunDirectory, hub: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "place"),
-    [("train", "its own"), ("plan", "its own"), ("fit", "beside it"), ("data", "beside it"), ("train", "a link to it")],
-)
-def test_a_config_in_a_run_directory_consents_to_nothing(
-    command: str, place: str, evil: RunDirectory, tmp_path: Path, call
-) -> None:
-    config = evil.config_file
-    if place == "beside it":
-        config = Path(shutil.copy(config, evil.path / "job.yaml"))
-    elif place == "a link to it":
-        config = tmp_path / "mine.yaml"
-        config.symlink_to(evil.config_file)
-    refused(call(command, config), config, f"`{NAME}` at revision {COMMIT}", "model.trust_remote_code=true")
+def test_a_config_in_a_run_directory_consents_to_nothing(evil: RunDirectory, tmp_path: Path, call_each) -> None:
+    own, beside, link = evil.config_file, evil.path / "job.yaml", tmp_path / "mine.yaml"
+    shutil.copy(own, beside)
+    link.symlink_to(own)
+    commands = [("train", own), ("plan", own), ("fit", beside), ("data", beside), ("train", link)]
+    for (_, config), ended in zip(commands, call_each(*commands), strict=True):
+        refused(ended, config, f"`{NAME}` at revision {COMMIT}", "model.trust_remote_code=true")
 
 
 def test_a_config_of_ones_own_consents_and_so_does_an_override(evil: RunDirectory, tmp_path: Path) -> None:

@@ -23,16 +23,21 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_such_a_config_is_refused_with_its_line(name: str, foreign: Path, trap: Trap, call) -> None:
-    text, words = CONFIGS[name]
-    config = foreign / "job.yaml"
-    config.write_text(text.replace("TRACE", str(trap.trace)))
-    refused(call("train", config), f"{config}{words}", code=2)
+def test_such_a_config_is_refused_with_its_line(
+    foreign: Path, trap: Trap, call_each, subtests: pytest.Subtests
+) -> None:
+    files = [foreign / f"{name}.yaml" for name in CONFIGS]
+    for file, (text, _) in zip(files, CONFIGS.values(), strict=True):
+        file.write_text(text.replace("TRACE", str(trap.trace)))
+    every = call_each(*(("train", file) for file in files))
+    for file, (_, words), ended in zip(files, CONFIGS.values(), every, strict=True):
+        with subtests.test(name=file.stem):
+            refused(ended, f"{file}{words}", code=2)
 
 
-def test_the_config_of_a_foreign_run_is_read_as_strictly(run, trap: Trap, call) -> None:
+def test_the_config_of_a_foreign_run_is_read_as_strictly(run, trap: Trap, call_each) -> None:
     with open(run.config_file, "a") as file:
         file.write(f"\nx: !!python/object/apply:os.system ['touch {trap.trace}']\n")
-    for command in (("generate", run.path, "--prompt", "x"), ("merge", run.path), ("eval", run.path)):
-        refused(call(*command), "the tag", code=2)
+    commands = ("generate", run.path, "--prompt", "x"), ("merge", run.path), ("eval", run.path)
+    for ended in call_each(*commands):
+        refused(ended, "the tag", code=2)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import Trap, change, refused
+from hostile import TINY, Trap, change, refused
 
 from finetune.config import ModelSection
 from finetune.errors import ConfigError
@@ -133,11 +133,16 @@ BASES: dict[str, tuple[Callable[[Path, Trap], None], str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BASES)
-def test_a_hostile_base_is_refused_and_nothing_runs(name: str, base: Path, trap: Trap, train) -> None:
-    spoil, words = BASES[name]
-    spoil(base, trap)
-    refused(train(f"model.name={base}"), words)
+def test_a_hostile_base_is_refused_and_nothing_runs(
+    foreign: Path, shallow_base: Path, trap: Trap, training: list[str], call_each, subtests: pytest.Subtests
+) -> None:
+    commands = []
+    for number, (spoil, _) in enumerate(BASES.values()):
+        spoil(base := Path(shutil.copytree(shallow_base, foreign / str(number) / "base")), trap)
+        commands.append(("train", TINY, *training, f"model.name={base}"))
+    for (name, (_, words)), ended in zip(BASES.items(), call_each(*commands), strict=True):
+        with subtests.test(name=name):
+            refused(ended, words)
 
 
 @pytest.mark.slow
@@ -155,9 +160,9 @@ def test_code_beside_a_known_architecture_is_left_alone(weights: str, base: Path
     assert ended.code == 0, ended.err
 
 
-def test_foreign_code_needs_a_full_commit_hash(train) -> None:
-    for revision in ("null", "main", "abc123"):
-        ended = train("model.name=someone/model", "model.trust_remote_code=true", f"model.revision={revision}")
+def test_foreign_code_needs_a_full_commit_hash(training: list[str], call_each) -> None:
+    asked = ("train", TINY, *training, "model.name=someone/model", "model.trust_remote_code=true")
+    for ended in call_each(*((*asked, f"model.revision={revision}") for revision in ("null", "main", "abc123"))):
         refused(ended, "needs `revision` to be a full 40-digit commit", code=2)
 
 
@@ -211,11 +216,17 @@ ADAPTERS: dict[str, tuple[Callable[[RunDirectory, Trap], None], str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_a_hostile_adapter_is_refused_and_nothing_runs(name: str, run: RunDirectory, trap: Trap, call) -> None:
-    spoil, words = ADAPTERS[name]
-    spoil(run, trap)
-    refused(call("generate", run.path, "--prompt", "x"), run.adapter, words)
+def test_a_hostile_adapter_is_refused_and_nothing_runs(
+    foreign: Path, trained: RunDirectory, trap: Trap, call_each, subtests: pytest.Subtests
+) -> None:
+    runs = [RunDirectory(foreign / str(number)) for number in range(len(ADAPTERS))]
+    for run, (spoil, _) in zip(runs, ADAPTERS.values(), strict=True):
+        shutil.copytree(trained.path, run.path)
+        spoil(run, trap)
+    every = call_each(*(("generate", run.path, "--prompt", "x") for run in runs))
+    for (name, (_, words)), run, ended in zip(ADAPTERS.items(), runs, every, strict=True):
+        with subtests.test(name=name):
+            refused(ended, run.adapter, words)
 
 
 def test_the_base_that_an_adapter_names_is_not_fetched(run: RunDirectory, call) -> None:

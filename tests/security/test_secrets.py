@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hostile import CANARY, SECRETS
+from hostile import CANARY, SECRETS, TINY
 
 
 @pytest.fixture(autouse=True)
@@ -17,18 +17,15 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, CANARY)
 
 
-@pytest.mark.parametrize(
-    ("override", "debug"),
-    [
-        ("model.name=./nowhere", ()), ("model.name=someone/else", ()), ("data.train=nowhere.jsonl", ()),
-        ("model.name=someone/else", ("--debug",)), ("data.train=nowhere.jsonl", ("--debug",)),
-    ],
-)  # fmt: skip
-def test_no_error_and_no_traceback_has_it(override: str, debug: tuple[str, ...], train) -> None:
-    ended = train(override, *debug)
-    assert ended.code in ((1,) if debug else (3, 4, 7))
-    assert ("Traceback" in ended.err) == bool(debug)
-    assert CANARY not in ended.out + ended.err
+def test_no_error_and_no_traceback_has_it(training: list[str], call_each) -> None:
+    given = [
+        ("model.name=./nowhere",), ("model.name=someone/else",), ("data.train=nowhere.jsonl",),
+        ("model.name=someone/else", "--debug"), ("data.train=nowhere.jsonl", "--debug"),
+    ]  # fmt: skip
+    for (_, *debug), ended in zip(given, call_each(*(("train", TINY, *training, *one) for one in given)), strict=True):
+        assert ended.code in ((1,) if debug else (3, 4, 7))
+        assert ("Traceback" in ended.err) == bool(debug)
+        assert CANARY not in ended.out + ended.err
 
 
 @pytest.mark.parametrize("debug", [(), ("--debug",)])

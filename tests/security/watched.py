@@ -1,7 +1,7 @@
-"""A command run in a forked child under an audit hook: what it opened, imported, connected to and started.
+"""Commands run in a forked child under an audit hook: what it opened, imported, connected to and started.
 
 An audit hook (PEP 578) hears Python's own operations before they happen and cannot be taken off, so the child that has
-one is a fork and ends with the command. What libraries do in C or Rust (safetensors writes its own files) it does not
+one is a fork and ends with its commands. What libraries do in C or Rust (safetensors writes its own files) it does not
 hear; for that the tests look at the folders before and after.
 """
 
@@ -13,7 +13,8 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,13 +114,16 @@ class Watch:
         )
 
 
-def watched(*arguments: object, writable: Iterable[Path], foreign: Iterable[Path], folder: Path) -> Ended:
-    """Run `finetune ARGUMENTS` in a fork. It may write below `writable` and keep prepared rows in their cache, and run
-    nothing from `foreign`.
+def watched(
+    *commands: Sequence[object], writable: Iterable[Path], foreign: Iterable[Path], folder: Path
+) -> list[Ended]:
+    """Run `finetune ARGUMENTS` for each of `commands`, one after the other in a fork. They may write below `writable`
+    and keep prepared rows in their cache, and run nothing from `foreign`.
 
-    `folder` takes what it prints.
+    `folder` takes what they print.
     """
-    out, err, report = (folder / f"ended.{kind}" for kind in ("out", "err", "json"))
+    printed = [(folder / f"ended{number}.out", folder / f"ended{number}.err") for number in range(len(commands))]
+    report = folder / "ended.json"
     child = os.fork()
     if child == 0:
         scratch = folder / "scratch"
@@ -127,37 +131,44 @@ def watched(*arguments: object, writable: Iterable[Path], foreign: Iterable[Path
         tempfile.tempdir = str(scratch)
         size = psutil.Process().memory_info().rss
         watch = Watch([*writable, scratch, cache.folder()], foreign)
-        code = 99
         # torch makes its pool anew at the first use in a fork, and fails where several threads come to that at once.
         torch.set_num_threads(1)
+        found = []
         try:
-            for descriptor, file in ((1, out), (2, err)):
-                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+            opened = [[os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for file in files] for files in printed]
             sys.stdin = open(os.devnull)  # noqa: SIM115 -- a prompt gets no answer
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-            sys.argv = ["finetune", *map(str, arguments)]
             sys.addaudithook(watch)
-            try:
-                cli.main()
-                code = 0
-            except SystemExit as stopped:
-                code = int(stopped.code or 0)
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-                code = 1
+            for arguments, (out, err) in zip(commands, opened, strict=True):
+                os.dup2(out, 1)
+                os.dup2(err, 2)
+                code = _run(arguments)
+                grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - size
+                sys.stdout.flush()
+                sys.stderr.flush()
+                found.append([code, watch.heard, grown])
+                watch.heard = []
         finally:
-            heard = list(watch.heard)
-            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - size
-            sys.stdout.flush()
-            sys.stderr.flush()
-            report.write_text(json.dumps([heard, grown]))
-            os._exit(code)
+            report.write_text(json.dumps(found))
+            os._exit(0)
     _, status = os.waitpid(child, 0)
-    assert os.WIFEXITED(status), f"killed by signal {os.WTERMSIG(status)}: {err.read_text()}"
-    ended = Ended(os.waitstatus_to_exitcode(status), out.read_text(), err.read_text(), *json.loads(report.read_text()))
-    for file in (out, err, report):
+    said = [(out.read_text(), err.read_text()) for out, err in printed]
+    assert os.WIFEXITED(status), f"killed by signal {os.WTERMSIG(status)}: {said}"
+    found = json.loads(report.read_text())
+    assert len(found) == len(commands), said
+    for file in (report, *(file for files in printed for file in files)):
         file.unlink()
     shutil.rmtree(folder / "scratch")
-    return ended
+    return [Ended(code, out, err, *rest) for (code, *rest), (out, err) in zip(found, said, strict=True)]
+
+
+def _run(arguments: Sequence[object]) -> int:
+    sys.argv = ["finetune", *map(str, arguments)]
+    try:
+        cli.main()
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
