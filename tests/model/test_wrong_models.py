@@ -5,6 +5,7 @@ The command is the real one; preparing data, or loading weights, fails the test.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import torch
 from jobs import TINY
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
+
+from finetune.runtime import environment
 
 Call = Callable[..., tuple[int, str, str]]
 Change = Callable[[Path], object]
@@ -270,6 +273,7 @@ def refusal(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
     monkeypatch.setattr("finetune.lifecycle.preparation.prepare", too_late)
     monkeypatch.setattr("finetune.model.build.load_base", too_late)
+    monkeypatch.setattr(environment, "version_of", functools.cache(environment.version_of))
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(json.dumps({"prompt": "Why? ", "completion": "So."}) + "\n")
 
@@ -284,13 +288,22 @@ def refusal(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return run
 
 
+@pytest.fixture(scope="module")
+def shallowest(shallow_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in base with one layer, to put something wrong into."""
+    folder = Path(shutil.copytree(shallow_base, tmp_path_factory.mktemp("shallowest") / "base"))
+    says({"num_hidden_layers": 1})(folder)
+    tensors(lambda them: {name: one for name, one in them.items() if ".layers.1." not in name})(folder)
+    return folder
+
+
 @pytest.mark.slow
 def test_wrong_bases_are_refused_with_the_cure_before_the_data(
-    refusal: Refusal, shallow_base: Path, tmp_path: Path, subtests: pytest.Subtests
+    refusal: Refusal, shallowest: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     for number, (what, change, overrides, expected, *words) in enumerate(BASES):
         with subtests.test(what=what):
-            folder = Path(shutil.copytree(shallow_base, tmp_path / f"base{number}"))
+            folder = Path(shutil.copytree(shallowest, tmp_path / f"base{number}"))
             change(folder)
             code, said = refusal(f"model.name={folder}", *overrides)
             assert (code, [word for word in words if word not in said]) == (expected, []), said

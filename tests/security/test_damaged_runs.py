@@ -33,7 +33,7 @@ def half(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, shallow_base
 
 
 @pytest.fixture
-def unfinished(half: RunDirectory, tmp_path: Path, hurried: None) -> Config:
+def unfinished(half: RunDirectory, tmp_path: Path, hurried: None, unwarmed: None) -> Config:
     """The job of four steps, two of which are done."""
     directory = shutil.copytree(half.path, tmp_path / "run")
     return half.config().changed({"training.max_steps": 4, "output.dir": str(directory)})
