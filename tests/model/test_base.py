@@ -60,8 +60,8 @@ assert set(QUANTIZATIONS) == SHARES_OF_16_BIT.keys() | {"gguf"}, "which is that 
         *((kind, "random") for kind in ("nf4", "int8", "fp8", "q4_k_m", "none")),
     ),
 )
-def test_linear_layers_take_the_bytes_of_their_kind(kind: str, weights: str) -> None:
-    model = load(kind, weights=weights)
+def test_linear_layers_take_the_bytes_of_their_kind(kind: str, weights: str, shallow_base: Path) -> None:
+    model = load(kind, weights=weights, name=str(shallow_base))
     projection = model.model.layers[0].mlp.up_proj
     assert weight_bytes(projection) == SHARES_OF_16_BIT[kind] * 2 * 192 * 512
     of_a_file = kind in GGUF

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bases import loaded
+from jobs import sampled
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
 from finetune.export.merging.updates import Updates
@@ -26,7 +27,7 @@ KINDS = {
 SECTION = AdapterSection(rank=4, alpha=12, dora=True, targets=["q_proj", "down_proj"])
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=sampled(KINDS, "nf4", "nf4, double", "int8"))
 def model(request: pytest.FixtureRequest) -> Any:
     """An adapter whose matrices and magnitudes all matter."""
     model = attach(loaded(KINDS[request.param]), SECTION, BASE, seed=1)

@@ -498,7 +498,7 @@ def test_a_run_on_a_file_computes_with_its_values_and_is_merged(
     file = tmp_path / "tiny.gguf"
     bench.export(shallow_base, AutoTokenizer.from_pretrained(shallow_base), tmp_path / "blob", "q4_k_m")
     file.symlink_to(tmp_path / "blob")  # as in the hub's cache
-    job = quick(f"model.name={file}", "training.precision=fp32", "output.merge=true")
+    job = quick(f"model.name={file}", "training.precision=fp32", "output.merge=true", "training.max_steps=1")
     run = finetune.train(job, terminal=Terminal(quiet=True)).run
     assert run.config().quantization.kind == "gguf"
     config = load_architecture(run.config().model)
@@ -516,7 +516,7 @@ def test_a_run_on_a_file_computes_with_its_values_and_is_merged(
     assert record["serve"]["llama.cpp"].startswith(f"llama-server -m {file} --lora ")
     file.unlink()
     with refusal(ArtifactError, "no such file; download the GGUF file"):
-        finetune.train(job.changed({"training.max_steps": 3, "quantization.kind": "published"}))
+        finetune.train(job.changed({"training.max_steps": 2, "quantization.kind": "published"}))
 
 
 def test_a_file_is_served_itself_and_in_no_other_form(written: Any, tmp_path: Path) -> None:

@@ -146,8 +146,9 @@ def test_a_hostile_base_is_refused_and_nothing_runs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["pretrained", "random"])
-def test_code_beside_a_known_architecture_is_left_alone(weights: str, base: Path, trap: Trap, train) -> None:
+def test_code_beside_a_known_architecture_is_left_alone(
+    base: Path, trap: Trap, training: list[str], tmp_path: Path, call_each
+) -> None:
     """Many models ship code that transformers has long had of its own: that is what runs."""
     _code(base, trap)
     for name in ("sitecustomize.py", "torch.py", "custom_generate/generate.py"):
@@ -156,8 +157,12 @@ def test_code_beside_a_known_architecture_is_left_alone(weights: str, base: Path
     auto_map = {"AutoConfig": "configuration_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
     change(base / "config.json", auto_map=auto_map)
     change(base / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "tokenization_evil.Tokenizer"]})
-    ended = train(f"model.name={base}", f"model.weights={weights}")
-    assert ended.code == 0, ended.err
+    own = [
+        (f"model.name={base}", f"model.weights={weights}", f"output.dir={tmp_path / 'out' / weights}")
+        for weights in ("pretrained", "random")
+    ]
+    for ended in call_each(*(("train", TINY, *training, *each) for each in own)):
+        assert ended.code == 0, ended.err
 
 
 def test_foreign_code_needs_a_full_commit_hash(training: list[str], call_each) -> None:
