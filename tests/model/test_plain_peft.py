@@ -66,7 +66,7 @@ def trained(base: Any, section: AdapterSection) -> Any:
 
 @torch.inference_mode()
 def logits(model: Any) -> torch.Tensor:
-    return model.eval()(input_ids=IDS).logits
+    return model.eval()(input_ids=IDS, use_cache=False).logits
 
 
 def read_by_peft(folder: Path) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def read_by_peft(folder: Path) -> dict[str, Any]:
             else:
                 base.load_adapter(str(folder))
             with torch.inference_mode():
-                read[way] = model.eval()(input_ids=torch.arange(3, 23)[None]).logits
+                read[way] = model.eval()(input_ids=torch.arange(3, 23)[None], use_cache=False).logits
     stored = load_file(folder / "adapter_model.safetensors")
     different = [
         name
