@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from finetune.storage.rundir import RunDirectory
 @pytest.fixture
 def job(tmp_path: Path, quick: Any) -> Callable[..., Any]:
     """A function from overrides to a job on pairs of which the longer answer is the chosen one, in fp32."""
-    rows = [{"prompt": f"To {n}. ", "chosen": "yes " * (2 + n % 5), "rejected": "no " * (1 + n % 2)} for n in range(30)]
+    rows = [{"prompt": f"To {n}. ", "chosen": "yes " * (2 + n % 5), "rejected": "no " * (1 + n % 2)} for n in range(20)]
     file = write_rows(tmp_path / "pairs.jsonl", rows)
 
     def make(*overrides: str) -> Any:
@@ -74,13 +75,13 @@ def test_a_run_of_dpo_is_measured_on_held_out_pairs_as_by_whole_logits(
     assert any("The base is the reference" in note for note in record["notes"])
 
     # One model alone is measured against the base as well.
-    alone = finetune.evaluate(run, models=["adapter"]).record
+    asked = ["--model", "adapter", "--metric", "exact_match", "--max-new-tokens", 1]
+    code, out, _ = call("eval", run.path, *asked)
+    assert (code, "accuracy" in out, "exact_match" in out) == (0, True, True)
+    alone = json.loads(run.eval_file.read_text())
     [margin] = [one for one in alone["measures"] if one["name"] == "reward margin"]
     assert margin["models"]["adapter"]["value"] == pytest.approx(values["reward margin"]["adapter"])
     assert not any("The base is the reference" in note for note in alone["notes"])
-    asked = ["--model", "adapter", "--metric", "exact_match", "--max-new-tokens", 4, "--limit", 2]
-    code, out, _ = call("eval", run.path, *asked)
-    assert (code, "accuracy" in out, "exact_match" in out) == (0, True, True)
     # Sample questions are answered by the chosen one.
     assert len(run.answers()) == 3
     assert all(row["reference"].startswith("yes") and row["before"] is not None for row in run.answers())

@@ -122,7 +122,7 @@ def test_images_decide_an_answer(seeing_run: SeeingRun, opened: jobs.Ready, call
         finetune.generate(run, "What?", images=[3])
 
 
-@pytest.mark.parametrize("seeing_run", ["gemma3"], indirect=True)
+@pytest.mark.parametrize("seeing_run", ["qwen3_vl"], indirect=True)
 def test_an_image_that_cannot_be_shown_is_an_error_of_a_sentence(
     seeing_run: SeeingRun, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
