@@ -150,7 +150,7 @@ def test_a_run_without_adapter_is_refused(run: RunDirectory) -> None:
             marks=pytest.mark.long,
         ),
         pytest.param(["adapter.init=loftq", f"model.name={BUILTIN_BASE}"], marks=pytest.mark.long),
-        ["adapter.init=pissa", "quantization.kind=none"],
+        pytest.param(["adapter.init=pissa", "quantization.kind=none"], marks=pytest.mark.long),
     ],
     ids=lambda overrides: overrides[0],
 )
