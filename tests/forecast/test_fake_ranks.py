@@ -83,7 +83,7 @@ def sharded(config: Config, architecture: Any, shards: Placement | None) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nf4", "none"])
+@pytest.mark.parametrize("kind", sampled(["nf4", "none"], "nf4"))
 def test_a_rank_holds_the_slices_of_the_real_model_and_sends_the_rest(kind: str) -> None:
     """Each unit is gathered once in the forward pass, layers once more in the backward pass."""
     config, architecture = job(quantization__kind=kind), tiny_models.architecture(layers=2)
