@@ -47,7 +47,7 @@ def test_a_run_is_exported_as_it_is_served(
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [row(objective, number) for number in range(24)])
     job = [f"data.train={rows}", "data.max_length=64", f"training.objective={objective}", "training.precision=fp32"]
-    run = finetune.train(quick(*job, *WAYS[way]), terminal=Terminal(quiet=True)).run
+    run = finetune.train(quick(*job, "training.max_steps=2", *WAYS[way]), terminal=Terminal(quiet=True)).run
     record = publish.export_model(run, "adapter" if way == "adapter" else "gguf", terminal=Terminal(quiet=True))
     assert record["served"]["kl"] <= (0.02 if way == "rounded" else 1e-6)
     assert (record["weights"]["differing"] == 0) == (way != "rounded")

@@ -121,7 +121,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "model": {"name": str(folder / "base"), "vision": "frozen"},
         "data": {"train": str(seeing.rows(folder, rows)), "eval": "none", "max_length": 128},
         "training": {
-            "batch_size": 6, "micro_batch": "auto" if chosen else 2, "max_steps": 2, "learning_rate": 1e-3,
+            "batch_size": 6, "micro_batch": "auto" if chosen else 6, "max_steps": 2, "learning_rate": 1e-3,
             "precision": "bf16",
         },
         "memory": {"checkpointing": "auto" if chosen else "all"},

@@ -158,7 +158,7 @@ def test_a_layer_under_peft_launches_355_kernels_on_a_card() -> None:
 
 
 def test_more_accumulation_adds_the_gradients_of_the_micro_batches_before() -> None:
-    once, twice = (trace(training__batch_size=rows) for rows in (2, 4))
+    once, twice = (trace(**PLAIN, training__batch_size=rows) for rows in (2, 4))
     adapter = sum(block.bytes for block in once.blocks if block.category == "adapter")
     ids_labels_mask = 3 * 8 * 2 * 64  # int64, of 2 rows of 64 tokens
     assert adapter > 0
@@ -229,7 +229,7 @@ def test_memory_and_work_grow_in_proportion_to_a_row_longer_than_its_windows(whe
 
 @pytest.mark.slow
 def test_packed_rows_on_a_card_take_the_variable_length_kernel_and_no_more_than_padded_ones() -> None:
-    model = tiny_models.architecture(layers=2)
+    model = tiny_models.architecture(layers=1)
     model.vocab_size = 1024
     padded = LargestBatch(rows=4, tokens=256, padded=True, trained_tokens=1020)
     packed = LargestBatch(rows=1, tokens=1024, padded=False, trained_tokens=1020, packed=(256,) * 4)
@@ -286,7 +286,7 @@ def test_an_optimizer_that_divides_by_one_minus_what_it_reads_is_traced(monkeypa
 @pytest.mark.slow
 def test_sgd_with_weight_decay_copies_all_gradients_at_once_on_a_card_and_one_by_one_on_a_cpu() -> None:
     def traced(where: Device, decay: float) -> Trace:
-        return trace(1, where, optimizer__kind="sgd", optimizer__weight_decay=decay, quantization__kind="none")
+        return trace(1, where, **TWO, optimizer__kind="sgd", optimizer__weight_decay=decay, quantization__kind="none")
 
     for where in (tiny_models.card(), tiny_models.cpu()):
         decayed, plain = (traced(where, decay) for decay in (0.1, 0))
