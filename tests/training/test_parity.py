@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from jobs import write_rows
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
@@ -14,13 +15,13 @@ from finetune.data import python_docs
 from finetune.data.batching import RowOrder
 
 STEPS, BATCH, MICRO, SEED = 5, 8, 4, 42
+CONVERSATIONS = python_docs.conversations("train")[::40]
 
 
 def plain_trl_losses(base: Path, output: Path) -> list[float]:
     """A user's own script. The rows come in the order our sampler deals them, the one thing that is ours."""
     tokenizer = AutoTokenizer.from_pretrained(base)
-    conversations = python_docs.conversations("train")
-    lengths = [0] * len(conversations)
+    lengths = [0] * len(CONVERSATIONS)
     order = list(RowOrder(lengths, BATCH, SEED, group_by_length=False))[: STEPS * BATCH]
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     trainer = SFTTrainer(
@@ -33,7 +34,7 @@ def plain_trl_losses(base: Path, output: Path) -> list[float]:
             train_sampling_strategy="sequential", logging_steps=1, report_to="none", save_strategy="no",
             disable_tqdm=True,
         ),
-        train_dataset=Dataset.from_list([conversations[index] for index in order]),
+        train_dataset=Dataset.from_list([CONVERSATIONS[index] for index in order]),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
     )  # fmt: skip
@@ -44,7 +45,7 @@ def plain_trl_losses(base: Path, output: Path) -> list[float]:
 @pytest.mark.filterwarnings("ignore")  # the script is a user's own
 def test_losses_equal_those_of_a_plain_trl_script(quick, shallow_base: Path, tmp_path: Path) -> None:
     config = quick(
-        "data.train=builtin:python_docs", "data.eval=none", "quantization.kind=none",
+        f"data.train={write_rows(tmp_path / 'rows.jsonl', CONVERSATIONS)}", "data.eval=none", "quantization.kind=none",
         "optimizer.kind=adamw_torch_fused", "training.learning_rate=1e-3", "training.warmup=0",
         "training.eval_every=null", "training.group_by_length=false", f"training.max_steps={STEPS}",
         f"training.batch_size={BATCH}", f"training.micro_batch={MICRO}",
