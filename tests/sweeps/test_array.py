@@ -28,7 +28,8 @@ def test_a_task_of_the_batch_script_trains_each_member_and_a_sweep_compares_them
     monkeypatch.chdir(tmp_path)
     children.in_place_of_modules(tmp_path)
     folder = tmp_path / "sweep"
-    job = [*QUICK, f"data.train={rows_file}", "data.eval_share=0.5", f"model.name={shallow_base}"]
+    job = [*QUICK, "data.eval_share=0.5", "quantization.kind=none"]
+    job += [f"data.train={rows_file}", f"model.name={shallow_base}"]
     arguments = [str(TINY), *job, "training.max_steps=1", f"output.dir={folder}", RATES]
     script = tmp_path / "sweep.sbatch"
     launched = CliRunner().invoke(app, ["launch", "--on", "slurm", "--sweep", "--output", str(script), *arguments])

@@ -38,7 +38,11 @@ from finetune.sweeps import grid, running
 from finetune.training import run as training_run
 from finetune.training.eval_loss import EvalLoss
 
-JOB = [*QUICK, "training.max_steps=8", "data.eval_share=0.3", "adapter.rank=4", "adapter.dropout=0.1"]
+JOB = [
+    *QUICK, "training.max_steps=8", "data.eval_share=0.3", "adapter.rank=4", "adapter.dropout=0.1",
+    "quantization.kind=none",
+]  # fmt: skip
+QUANTIZED = "quantization.kind=nf4"
 RATES = {"training.learning_rate": ["1e-3", "3e-3", "1e-2", "1"]}
 
 
@@ -67,7 +71,7 @@ def job(rows: str, shallow_base: Path) -> list[str]:
 
 
 def swept(folder: Path, job: list[str], **options: Any) -> running.SweepTable:
-    return running.sweep(TINY, [*job, f"output.dir={folder}"], RATES, **options)
+    return running.sweep(TINY, [*job, QUANTIZED, f"output.dir={folder}"], RATES, **options)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +83,9 @@ def killed(
     """
     folder = tmp_path_factory.mktemp("sweeps") / "sweep"
     rates = f"training.learning_rate={','.join(RATES['training.learning_rate'])}"
-    ended = children.run(["sweep", TINY, *job, f"output.dir={folder}", rates], Fault("rename", "step-00000008"))
+    ended = children.run(
+        ["sweep", TINY, *job, QUANTIZED, f"output.dir={folder}", rates], Fault("rename", "step-00000008")
+    )
     assert ended.code == -signal.SIGKILL, ended.output
     then = {"table": json.loads((folder / TABLE).read_text()), "compared": [*finetune.compare([folder]).runs]}
     (folder.parent / "then.json").write_text(json.dumps(then))
@@ -93,7 +99,7 @@ def test_members_are_lone_runs_to_the_bit_up_to_where_they_are_stopped(
     for setting in (killed[1].settings[1], killed[1].settings[-1]):  # in another process than the first, and stopped
         member, rate = RunDirectory(setting.runs[0]), setting.values["training.learning_rate"]
         lone, steps = RunDirectory(tmp_path / str(rate)), 8 * setting.share
-        alone = load_config(TINY, [*job, f"output.dir={lone.path}", f"training.learning_rate={rate}"])
+        alone = load_config(TINY, [*job, QUANTIZED, f"output.dir={lone.path}", f"training.learning_rate={rate}"])
         with contextlib.suppress(ZeroDivisionError):
             finetune.train(
                 alone, callbacks=[lambda metrics, last=steps: 1 / 0 if metrics["step"] == last < 8 else None]
