@@ -180,7 +180,8 @@ def test_the_padding_is_that_of_training(quick: Callable[..., Config]) -> None:
     for group, tokens, packed in (("true", "null", "false"), ("false", 60, "false"), ("true", "null", "true")):
         way = [f"training.group_by_length={group}", f"training.micro_batch_tokens={tokens}", f"data.packing={packed}"]
         model = ["quantization.kind=none", "adapter.targets=[q_proj]", "memory.checkpointing=none"]
-        config = quick("training.max_steps=null", *model, *way, "data.eval=none", run=f"{group}-{tokens}-{packed}")
+        way += ["training.batch_size=8", "training.max_steps=null", "data.eval=none"]
+        config = quick(*model, *way, run=f"{group}-{tokens}-{packed}")
         lines = finetune.train(config).run.metrics()
         tokens = sum(line["tokens"] for line in lines)
         places = sum(round(line["tokens"] / (1 - line["padding_share"])) for line in lines)

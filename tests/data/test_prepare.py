@@ -265,7 +265,7 @@ def sides(tokenizer: Any, source: str, **options: Any) -> tuple[list[str], list[
 
 @pytest.mark.slow
 def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(write: Write, tokenizer: Any) -> None:
-    for rows in (2, 3, 40):
+    for rows in (2, 15):
         for share in (1e-9, 0.02, 0.5, 1 - 1e-9):
             texts = [f"{row}" for row in range(rows)] * 2
             source = write([{"text": text} for text in texts])
