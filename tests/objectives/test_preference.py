@@ -107,15 +107,13 @@ STARTS_AT_THE_BASE = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize(
-    "start", sampled(STARTS_AT_THE_BASE, "padded", "fused on NF4", "dora", "modules trained in full")
-)
+@pytest.mark.parametrize("start", sampled(STARTS_AT_THE_BASE, "padded", "dora", "modules trained in full"))
 def test_the_first_loss_is_ln_2_to_the_bit_for_the_base_is_its_own_reference(job, tmp_path: Path, start: str) -> None:
     keys = ["training.max_steps=2", "training.learning_rate=0.01"]
     if start in ("padded", "packed"):
         others = [{**each, "prompt": "Or " + each["prompt"]} for each in pairs(6)]
         held_out = write_rows(tmp_path / "held_out.jsonl", others)
-        keys += [f"data.eval={held_out}", "training.eval_every=2", "memory.check=warn"]
+        keys += [f"data.eval={held_out}", "training.eval_every=2", "memory.check=warn", "adapter.targets=[q_proj]"]
     run = finetune.train(job(*STARTS_AT_THE_BASE[start], *keys)).run
     first, second = (line for line in run.metrics() if "loss" in line)
     # On a CPU for which oneDNN has no bfloat16, one log-probability of -64 was seen to differ by its last bit.
@@ -218,7 +216,7 @@ def _labelled(row: dict[str, Any]) -> dict[str, list[int]]:
             "robust_dpo", ["preference.label_smoothing=0.2"], {"loss_type": "robust", "label_smoothing": 0.2},
             marks=pytest.mark.long,
         ),
-        ("ipo", [], {"loss_type": "ipo"}),
+        pytest.param("ipo", [], {"loss_type": "ipo"}, marks=pytest.mark.long),
         # With its default, `cpo_alpha` of 1, it adds the cross-entropy of the chosen answer.
         ("simpo", ["preference.target_margin=0.5"], {"beta": 2, "loss_type": "simpo", "cpo_alpha": 0}),
     ],
@@ -241,27 +239,27 @@ def test_trl_adds_to_simpo_the_cross_entropy_of_tokens_and_not_of_pairs(job, trl
     keys = ("kernels.fused=off", "preference.target_margin=0.5")
     loop = ready(job(*keys, "preference.nll_weight=1", objective="simpo"))
     theirs = {"beta": 2, "loss_type": "simpo"}
-    ours = [gradients(loop, micro_batches(loop, [row], 1))[0] for row in range(3)]
-    rows = eight_rows(loop)[:3]
+    ours = [gradients(loop, micro_batches(loop, [row], 1))[0] for row in range(2)]
+    rows = eight_rows(loop)[:2]
     alone = [trl_step(loop, [row], trainer="CPO", **theirs)[0] for row in rows]
     assert ours == pytest.approx(alone, rel=1e-6), "of a pair alone it is the same"
     together, _ = trl_step(loop, rows, trainer="CPO", **theirs)
-    assert together != pytest.approx(sum(ours) / 3, rel=1e-3)
+    assert together != pytest.approx(sum(ours) / 2, rel=1e-3)
 
 
 @pytest.mark.slow
 def test_orpo_leaves_out_the_cross_entropy_of_prompts_that_trl_adds(job, trl_step) -> None:
     loop = ready(job("kernels.fused=off", objective="orpo"))
-    rows = eight_rows(loop)[:3]
-    loss, _ = gradients(loop, micro_batches(loop, range(3), 3))
+    rows = eight_rows(loop)[:2]
+    loss, _ = gradients(loop, micro_batches(loop, range(2), 2))
     assert trl_step(loop, rows, trainer="ORPO")[0] != pytest.approx(loss, rel=1e-2)
     # Of a prompt of one token, which nothing predicts, there is no cross-entropy, and of a pair alone it has one mean.
     short = [_without_prompt(row) for row in rows]
     parts = [part for row in short for part in loop.steps.collate([row])]
     loss, found = gradients(loop, parts)
     expected_losses, expected = zip(*(trl_step(loop, [row], trainer="ORPO") for row in short), strict=True)
-    assert loss == pytest.approx(sum(expected_losses) / 3, rel=1e-6)
-    assert_gradients_close(found, {key: sum(one[key] for one in expected) / 3 for key in found}, within=1e-6)
+    assert loss == pytest.approx(sum(expected_losses) / 2, rel=1e-6)
+    assert_gradients_close(found, {key: sum(one[key] for one in expected) / 2 for key in found}, within=1e-6)
 
 
 def _without_prompt(row: dict[str, Any]) -> dict[str, Any]:

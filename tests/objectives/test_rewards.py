@@ -55,7 +55,7 @@ def of_rewards(quick: Any, folder: Path) -> Any:
     return in_fp32(quick, file, "data.format=pairs_with_margin", "training.objective=reward", "data.max_length=64")
 
 
-LEARNING = ["training.max_steps=6", "training.eval_every=3", "training.learning_rate=0.01"]
+LEARNING = ["training.max_steps=6", "training.eval_every=3", "training.learning_rate=0.01", "adapter.targets=[q_proj]"]
 
 
 @pytest.fixture(scope="module")

@@ -133,7 +133,10 @@ def test_a_step_is_collated_to_shared_prompts_and_split_between_rows(job) -> Non
 def test_a_run_takes_the_memory_of_its_forecast_and_learns_what_padded_pairs_teach(
     job, tmp_path: Path, reference: str
 ) -> None:
-    keys = ["training.max_steps=2", "training.group_by_length=false", f"preference.reference={reference}"]
+    keys = [
+        "training.max_steps=2", "training.group_by_length=false", "adapter.targets=[q_proj]",
+        f"preference.reference={reference}",
+    ]  # fmt: skip
     finetune.train(job(*keys, "memory.check=warn", "training.micro_batch=2"))
     finetune.train(job(*keys, "data.packing=false", run="padded"))
     packed, padded = (RunDirectory(tmp_path / name) for name in ("run", "padded"))

@@ -116,7 +116,7 @@ def rows_of(objective: str) -> list[dict[str, Any]]:
     return made
 
 
-@pytest.mark.parametrize("objective", sampled(OBJECTIVES, "supervised", "dpo", "kto", "classification", "distillation"))
+@pytest.mark.parametrize("objective", sampled(OBJECTIVES, "supervised", "kto", "classification", "distillation"))
 def test_the_held_out_loss_of_a_mixture_is_that_of_its_rows_alone_however_they_are_batched(
     quick, tmp_path: Path, objective: str
 ) -> None:

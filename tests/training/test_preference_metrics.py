@@ -24,7 +24,8 @@ def job(tmp_path: Path, quick: Any) -> Any:
     file = write_rows(tmp_path / "pairs.jsonl", rows)
 
     def make(*overrides: str, run: str = "run") -> Any:
-        return quick(f"data.train={file}", "training.objective=dpo", "data.eval_share=0.2", *overrides, run=run)
+        settings = ["training.objective=dpo", "data.eval_share=0.2", "quantization.kind=none"]
+        return quick(f"data.train={file}", *settings, *overrides, run=run)
 
     return make
 
