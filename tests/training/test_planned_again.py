@@ -34,7 +34,11 @@ def test_a_job_whose_model_rules_out_a_kernel_trains_by_a_plan_without_it(quick,
         gate.mul_(1.2)
         return returned
 
-    job = ["memory.check=refuse", "memory.checkpointing=auto", "output.save_every=2", "kernels.fused=auto"]
+    job = [
+        "memory.check=refuse", "memory.checkpointing=auto", "output.save_every=1", "kernels.fused=auto",
+        "training.batch_size=8", "training.max_steps=3", "data.eval=none", "training.eval_every=null",
+        "adapter.targets=[gate_proj, up_proj, down_proj]",
+    ]  # fmt: skip
     with_kernels = finetune.plan(quick(*job), "cpu").forecast
     with monkeypatch.context() as patch:
         patch.setattr(mlp.ops, "gated_backward_", wrong)
@@ -47,7 +51,7 @@ def test_a_job_whose_model_rules_out_a_kernel_trains_by_a_plan_without_it(quick,
     assert [event["kernels"] for event in run.events() if event["event"] == "kernels_ruled_out"] == [["mlp"]]
 
     # The kernel is right again, and the run goes on without it all the same.
-    said = notes(quick(*job, "training.max_steps=6"))
+    said = notes(quick(*job, "training.max_steps=4"))
     assert "`mlp` is off: an earlier start of this run" in said
     assert "planning again" not in said
     assert not [event for event in run.events() if event["event"] == "changed" and "memory" in str(event)]
