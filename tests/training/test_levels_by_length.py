@@ -30,7 +30,10 @@ Quick = Callable[..., Config]
 # Of the rows' 18 to 32 tokens.
 SHORT, MIDDLE = 24, 27
 TABLE = (UpTo(SHORT, "none"), UpTo(MIDDLE, "keep-attention"))
-JOB = ("memory.checkpointing=all", "data.eval=none", "training.eval_every=null", "adapter.dropout=0.1")
+JOB = (
+    "memory.checkpointing=all", "data.eval=none", "training.eval_every=null", "adapter.dropout=0.1",
+    "quantization.kind=none",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

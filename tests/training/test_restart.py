@@ -96,7 +96,7 @@ def test_a_run_that_stopped_early_says_so_and_is_not_trained_again_and_a_killed_
 
 def test_more_epochs_continue_a_run_whether_it_came_to_its_end_or_was_killed_before(quick) -> None:
     def job(epochs: int):
-        keys = ["training.batch_size=16", "data.eval=none", "training.eval_every=null"]
+        keys = ["training.batch_size=16", "data.eval=none", "training.eval_every=null", "quantization.kind=none"]
         return quick("training.max_steps=null", f"training.epochs={epochs}", *keys)
 
     run = finetune.train(job(1)).run
@@ -134,7 +134,7 @@ def test_more_steps_continue_a_finished_run_at_the_rate_of_the_longer_schedule(q
 
     How often it saves and evaluates is as its config says now.
     """
-    job = ["training.schedule=linear", "training.warmup=1"]
+    job = ["training.schedule=linear", "training.warmup=1", "quantization.kind=none"]
     run = finetune.train(quick("training.max_steps=3", "training.eval_every=2", "output.save_every=3", *job)).run
     longer = ["training.max_steps=5", "training.eval_every=3", "output.save_every=1", "output.keep=9"]
     with monkeypatch.context() as full:
@@ -219,7 +219,8 @@ def test_a_folder_with_other_files_is_left_alone(quick, tmp_path: Path) -> None:
 
 
 def test_a_merge_that_fails_at_the_end_is_done_by_the_same_command(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = quick("output.merge=true", "training.max_steps=1", "data.eval=none", "training.eval_every=null")
+    short = ["training.max_steps=1", "data.eval=none", "training.eval_every=null", "quantization.kind=none"]
+    config = quick("output.merge=true", *short)
 
     def full(*arguments) -> None:
         raise OSError(28, "No space left on device")

@@ -30,6 +30,7 @@ from finetune.training.recorder import MetricsRecorder
 from finetune.training.tracking import Trackers
 
 UNEVALUATED = ["data.eval=none", "training.eval_every=null"]
+UNQUANTIZED = "quantization.kind=none"
 
 
 def training_lines(run: RunDirectory) -> list[dict]:
@@ -169,7 +170,7 @@ def test_the_best_checkpoint_is_published_where_ten_held_out_rows_judge_it_and_e
     config = quick(
         f"data.eval={tmp_path / 'held_out.jsonl'}", "training.max_steps=8", "training.eval_every=2",
         "training.learning_rate=1", "training.schedule=constant", "training.warmup=8", "optimizer.kind=sgd",
-        "output.save_every=2", "output.keep=2",
+        "output.save_every=2", "output.keep=2", UNQUANTIZED,
     )  # fmt: skip
     run = finetune.train(config).run
     evaluations = {line["step"]: line["eval_loss"] for line in run.metrics() if "eval_loss" in line and line["step"]}
@@ -196,7 +197,7 @@ def test_a_signal_after_early_stopping_names_a_step_that_is_saved(quick, monkeyp
     monkeypatch.setattr(MetricsRecorder, "ended", ended)
     config = quick(
         "training.max_steps=20", "training.eval_every=3", "training.early_stopping=1", "output.save_every=4",
-        "output.best=false",
+        "output.best=false", UNQUANTIZED,
     )  # fmt: skip
     losses = itertools.count(1.0)
     monkeypatch.setattr(EvalLoss, "loss", lambda *_: next(losses))
@@ -229,7 +230,8 @@ def test_the_time_of_a_step_holds_the_wait_for_its_numbers(quick, monkeypatch: p
         return values
 
     monkeypatch.setattr(ranks, "summed", late)
-    lines = training_lines(finetune.train(quick("training.max_steps=2", "output.save_every=1", *UNEVALUATED)).run)
+    job = ["training.max_steps=2", "output.save_every=1", UNQUANTIZED, *UNEVALUATED]
+    lines = training_lines(finetune.train(quick(*job)).run)
     assert all(line["tokens"] / line["tokens_per_second"] > 0.5 for line in lines)
 
 
@@ -248,7 +250,8 @@ def test_the_trained_run_has_what_the_contract_lists_and_a_lower_held_out_loss(t
 def test_tensorboard_gets_the_metrics_and_the_profiler_writes_a_trace(quick) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = finetune.train(quick("tracking.to=[tensorboard]", "memory.profile_steps=1", "training.eval_every=2")).run
+    job = ["tracking.to=[tensorboard]", "memory.profile_steps=1", "training.eval_every=2", UNQUANTIZED]
+    run = finetune.train(quick(*job)).run
     events = EventAccumulator(str(run.path / "tensorboard" / "finetune")).Reload()
     for split, key in (("train", "loss"), ("eval", "eval_loss")):
         written = {line["step"]: line[key] for line in run.metrics() if key in line}
