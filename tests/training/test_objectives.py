@@ -31,7 +31,8 @@ from finetune.training.collator import MicroBatches
 from finetune.training.loop import Loop
 
 EXACT = ["quantization.kind=none", "training.precision=fp32", "data.eval=none", "training.eval_every=null",
-         "training.batch_size=8", "training.micro_batch=8"]  # fmt: skip
+         "training.batch_size=8", "training.micro_batch=8", "memory.checkpointing=none",
+         "adapter.targets=[q_proj, down_proj]"]  # fmt: skip
 
 
 def dynamic(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
