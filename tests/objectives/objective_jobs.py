@@ -17,6 +17,9 @@ from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 from finetune.training.loop import Loop
 
+# For runs and forecasts of a small model, most of whose operations are else those of adapters and of recomputing.
+PLAIN = ["adapter.targets=[q_proj]", "memory.checkpointing=none"]
+
 
 def pairs(number: int) -> list[dict[str, Any]]:
     """Rows with answers of different lengths, and margins."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from jobs import in_fp32, metric, same_adapter, write_rows
 from messages import refusal
-from objective_jobs import copied, eight_rows, quick_in, whole_and_split
+from objective_jobs import PLAIN, copied, eight_rows, quick_in, whole_and_split
 from peft import PeftModel
 from steps import forecast_that_held, ready, stopped_and_resumed
 from torch.nn.functional import cross_entropy
@@ -49,7 +49,9 @@ def of_colours(quick: Any, folder: Path) -> Any:
     return in_fp32(quick, file, "training.objective=classification", "data.max_length=64")
 
 
-LEARNING = ["training.max_steps=8", "training.batch_size=8", "training.learning_rate=0.003"]
+LEARNING = [
+    "training.max_steps=8", "training.batch_size=8", "training.learning_rate=0.003", "memory.checkpointing=none",
+]  # fmt: skip
 PACKED = [*LEARNING, "training.eval_every=4", "data.packing=true"]
 
 
@@ -257,5 +259,5 @@ def test_macro_f1_is_the_mean_over_the_classes_that_occur() -> None:
 @pytest.mark.slow
 def test_plan_and_a_look_at_the_data_find_the_classes_themselves(job) -> None:
     assert finetune.inspect_data(job()).inspection.train.rows == 40
-    planned = finetune.plan(job("adapter.targets=[q_proj]", "data.eval=none"), "cpu")
+    planned = finetune.plan(job(*PLAIN, "data.eval=none"), "cpu")
     assert planned.config.model.labels == ["blue", "green", "red"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from jobs import EIGHT, in_fp32, metric, sampled, write_rows
 from messages import refusal
-from objective_jobs import eight_rows, whole_and_split
+from objective_jobs import PLAIN, eight_rows, whole_and_split
 from steps import assert_gradients_close, forecast_that_held, gradients, micro_batches, ready
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
@@ -132,7 +132,7 @@ def test_a_teacher_that_is_the_base_has_nothing_to_teach(job, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", sampled(["false", "true"], "false"))
 def test_a_teacher_is_learnt_from_as_forecast(job, packing: str) -> None:
-    keys = ["training.max_steps=6", "training.eval_every=3", "training.learning_rate=0.01", "adapter.targets=[q_proj]"]
+    keys = ["training.max_steps=6", "training.eval_every=3", "training.learning_rate=0.01", *PLAIN]
     run = finetune.train(job(*keys, "memory.check=warn", f"data.packing={packing}")).run
     evaluations = metric(run, "eval_loss")
     assert evaluations[-1] < evaluations[0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from jobs import EIGHT, in_fp32, metric, sampled, write_rows
-from objective_jobs import eight_rows, pairs, whole_and_split
+from objective_jobs import PLAIN, eight_rows, pairs, whole_and_split
 from peft import get_peft_model
 from steps import (
     assert_gradients_close,
@@ -113,7 +113,7 @@ def test_the_first_loss_is_ln_2_to_the_bit_for_the_base_is_its_own_reference(job
     if start in ("padded", "packed"):
         others = [{**each, "prompt": "Or " + each["prompt"]} for each in pairs(6)]
         held_out = write_rows(tmp_path / "held_out.jsonl", others)
-        keys += [f"data.eval={held_out}", "training.eval_every=2", "memory.check=warn", "adapter.targets=[q_proj]"]
+        keys += [f"data.eval={held_out}", "training.eval_every=2", "memory.check=warn", *PLAIN]
     run = finetune.train(job(*STARTS_AT_THE_BASE[start], *keys)).run
     first, second = (line for line in run.metrics() if "loss" in line)
     # On a CPU for which oneDNN has no bfloat16, one log-probability of -64 was seen to differ by its last bit.

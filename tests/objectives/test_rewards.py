@@ -13,7 +13,7 @@ import yaml
 from datasets import Dataset
 from jobs import EIGHT, in_fp32, metric, mixture, sampled, write_rows
 from messages import refusal
-from objective_jobs import copied, eight_rows, pairs, quick_in, whole_and_split
+from objective_jobs import PLAIN, copied, eight_rows, pairs, quick_in, whole_and_split
 from peft import PeftModel, get_peft_model
 from steps import (
     assert_gradients_close,
@@ -55,7 +55,7 @@ def of_rewards(quick: Any, folder: Path) -> Any:
     return in_fp32(quick, file, "data.format=pairs_with_margin", "training.objective=reward", "data.max_length=64")
 
 
-LEARNING = ["training.max_steps=6", "training.eval_every=3", "training.learning_rate=0.01", "adapter.targets=[q_proj]"]
+LEARNING = ["training.max_steps=6", "training.eval_every=3", "training.learning_rate=0.01", *PLAIN]
 
 
 @pytest.fixture(scope="module")

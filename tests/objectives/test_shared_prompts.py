@@ -11,6 +11,7 @@ import families
 import pytest
 import torch
 from jobs import BF16, EIGHT, in_fp32, mixture, sampled, write_rows
+from objective_jobs import PLAIN
 from steps import (
     assert_gradients_close,
     assert_split_with_the_same_mean,
@@ -134,7 +135,7 @@ def test_a_run_takes_the_memory_of_its_forecast_and_learns_what_padded_pairs_tea
     job, tmp_path: Path, reference: str
 ) -> None:
     keys = [
-        "training.max_steps=2", "training.group_by_length=false", "adapter.targets=[q_proj]",
+        "training.max_steps=2", "training.group_by_length=false", *PLAIN,
         f"preference.reference={reference}",
     ]  # fmt: skip
     finetune.train(job(*keys, "memory.check=warn", "training.micro_batch=2"))
