@@ -40,7 +40,7 @@ from finetune.training.eval_loss import EvalLoss
 
 JOB = [
     *QUICK, "training.max_steps=8", "data.eval_share=0.3", "adapter.rank=4", "adapter.dropout=0.1",
-    "quantization.kind=none",
+    "quantization.kind=none", "memory.checkpointing=none",
 ]  # fmt: skip
 QUANTIZED = "quantization.kind=nf4"
 RATES = {"training.learning_rate": ["1e-3", "3e-3", "1e-2", "1"]}
