@@ -366,7 +366,7 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_not_written(tmp_path: 
         pytest.param(Fault(STEP, nth=3, action="SIGINT"), 3, id="Ctrl-C"),
         pytest.param(Fault("open", r"step-00000004\.incomplete/opt", action="SIGTERM"), 5, id="save"),
         pytest.param(Fault(STEP, nth=STEPS, action="SIGTERM"), STEPS, id="last step", marks=pytest.mark.long),
-        pytest.param(Fault(EVALUATION, nth=5, action="SIGTERM"), STEPS, id="last evaluation"),
+        pytest.param(Fault(EVALUATION, nth=5, action="SIGTERM"), STEPS, id="last evaluation", marks=pytest.mark.long),
     ],
 )
 def test_a_signal_in_training_saves_and_a_resume_ends_with_the_same_bits(

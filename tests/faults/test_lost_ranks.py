@@ -145,7 +145,7 @@ def test_ranks_that_start_again_ignore_what_earlier_attempts_left_in_the_store(m
 
 @pytest.mark.parametrize(("ranks", "killed"), sampled([(2, 0), (3, 1)], (3, 1)))
 def test_a_killed_rank_ends_the_others_naming_it_and_a_resume_goes_on(jobs: Jobs, ranks: int, killed: int) -> None:
-    together = jobs(*JOB)
+    together = jobs(*JOB, "training.max_steps=3")
     ended = together.go(ranks, {killed: Fault(STEP, nth=3, once=str(together.run.checkpoint(2)))})
     assert ended.pop(killed).code == -signal.SIGKILL
     assert_all(ended, 4)

@@ -249,7 +249,7 @@ def test_a_spike_is_an_event(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     spoilt = 5
     before_each_step(monkeypatch, act)
     monkeypatch.setattr(Spikes, "AT_LEAST", spoilt - 1)
-    even = ["training.batch_size=24", "training.micro_batch=4", "training.learning_rate=1e-6"]
+    even = ["training.batch_size=24", "training.micro_batch=24", "training.learning_rate=1e-6"]
     run = finetune.train(quick(*FEW, *even, f"training.max_steps={spoilt}")).run
     (spike,) = [event for event in run.events() if event["event"] == "loss_spike"]
     assert spike["step"] == spoilt

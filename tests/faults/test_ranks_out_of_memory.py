@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from children import ROOM, Children, Fault
-from rank_jobs import EXACT, FSDP, PLAIN, ZERO, Jobs, assert_close
+from rank_jobs import EXACT, FSDP, PLAIN, UNEVALUATED, ZERO, Jobs, assert_close
 from together import assert_all
 
 from finetune.storage.rundir import RunDirectory, checkpoint_step
@@ -30,6 +30,7 @@ CUT = ["data.max_length=16"]
 """Rows of one length."""
 ROOM_FOR_ONE = 20
 """Positions: more than a row that is cut, and less than two."""
+ALONE = [*UNEVALUATED, "training.batch_size=4", "training.micro_batch=1"]
 LAST_PASS = Fault(ATTENTION, "^backward$", LAYERS + 2, "memory", after=STEPPED)
 SECOND_STEP = Fault(ATTENTION, "^backward$", 2, "memory", after=STEPPED)
 
@@ -64,7 +65,7 @@ def test_all_ranks_repeat_the_step_with_smaller_micro_batches(jobs: Jobs, place:
 
 def test_two_ranks_that_run_out_of_memory_in_one_step_lower_the_limit_once_for_all(jobs: Jobs) -> None:
     """Of three ranks; each at its own place, with rows that are all cut to one length."""
-    together = jobs(*JOB, *CUT, "training.batch_size=12", "training.micro_batch=2")
+    together = jobs(*JOB, *CUT, *UNEVALUATED, "training.batch_size=12", "training.micro_batch=2")
     steps = "finetune.training.loop:Loop.take_step"
     places = {0: ("^$", 3), 2: ("backward", 2)}
     faults = {rank: Fault(ATTENTION, *place, "memory", after=steps) for rank, place in places.items()}
@@ -77,7 +78,7 @@ def test_two_ranks_that_run_out_of_memory_in_one_step_lower_the_limit_once_for_a
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_row_that_does_not_fit_one_rank_ends_all_with_the_steps_before_it_saved(jobs: Jobs, saved: bool) -> None:
     """Or with what else runs out of memory: the rank that copies the weights, alone."""
-    together = jobs(*JOB, "training.micro_batch=1", "output.save_every=null")
+    together = jobs(*JOB, *ALONE, "output.save_every=null")
     copy = Fault("finetune.training.checkpoints:snapshot", "", 1, "memory")
     first, second = together.go(2, {1: LAST_PASS} if saved else {0: copy, 1: LAST_PASS})
     assert_all([first, second], 6)
@@ -97,7 +98,7 @@ def test_an_evaluation_that_does_not_fit_one_rank_is_skipped_by_all(jobs: Jobs) 
 
 def test_another_error_in_a_step_ends_all_and_names_the_rank(jobs: Jobs) -> None:
     """The others wait for its gradients."""
-    ended, other = jobs(*JOB).go(2, {1: Fault(ATTENTION, "backward", LAYERS + 2, "fail", after=STEP)})
+    ended, other = jobs(*JOB, *UNEVALUATED).go(2, {1: Fault(ATTENTION, "backward", LAYERS + 2, "fail", after=STEP)})
     assert "Traceback" in other.output
     assert ended.code == 4, ended.output
     assert "rank 1 ended: no matter of memory" in ended.in_one_line
@@ -155,7 +156,7 @@ def test_micro_batches_are_lowered_until_they_fit(jobs: Jobs) -> None:
 
 def test_a_single_row_that_does_not_fit_ends_all_ranks(jobs: Jobs) -> None:
     """Where it is known beforehand, and the run has no smaller micro-batch to go on with."""
-    together = jobs(*JOB, FSDP, "training.micro_batch=1")
+    together = jobs(*JOB, *ALONE, FSDP)
     first, second = together.go(2, {1: SECOND_STEP})
     assert_all([first, second], 6)
     assert "alone in its micro-batch, on rank 1" in second.in_one_line

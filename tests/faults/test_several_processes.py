@@ -28,6 +28,8 @@ STEP = "finetune.training.step:Step.clip"
 JOB = [*EXACT, "training.batch_size=6", "training.micro_batch=1", "training.max_steps=5", "training.eval_every=2",
        "output.save_every=2"]  # fmt: skip
 COPIES = [*JOB, PLAIN]
+FEW = [*JOB, "training.max_steps=3", "training.eval_every=3"]
+"""Of `few_rows`."""
 
 
 def test_several_processes_train_what_one_trains(odd_jobs: Jobs) -> None:
@@ -47,6 +49,16 @@ def test_several_processes_train_what_one_trains(odd_jobs: Jobs) -> None:
     own = together.run.of_rank(1)
     assert sorted(path.name for path in own.path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
     assert metric(own, "step", "loss") == metric(together.run, "step", "loss")
+
+
+@pytest.fixture(scope="module")
+def few_rows(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Seven rows, a step of six and one of one row an epoch, and two that are held out."""
+    lines, folder = rows_file.read_text().splitlines(keepends=True), tmp_path_factory.mktemp("few")
+    files = {"data.train": (folder / "rows.jsonl", lines[:7]), "data.eval": (folder / "eval.jsonl", lines[7:9])}
+    for file, rows in files.values():
+        file.write_text("".join(rows))
+    return [f"{key}={file}" for key, (file, _) in files.items()]
 
 
 # -- what ranks share ------------------------------------------------------------------------------------------------
@@ -114,12 +126,14 @@ OFTEN = (
 
 
 @pytest.mark.parametrize("name", sampled(WAYS, *OFTEN))
-def test_ranks_train_what_one_process_trains(name: str, odd_jobs: Jobs, request: pytest.FixtureRequest) -> None:
+def test_ranks_train_what_one_process_trains(
+    name: str, odd_jobs: Jobs, few_rows: list[str], request: pytest.FixtureRequest
+) -> None:
     """Every weight, or an adapter; sharded full training is in test_sharded_ranks.py as well."""
     way = WAYS[name]
     if ZERO in way.way:
         pytest.importorskip("deepspeed")
-    job = [*JOB, *way.job, *([request.getfixturevalue(way.base)] if way.base else [])]
+    job = [*FEW, *few_rows, *way.job, *([request.getfixturevalue(way.base)] if way.base else [])]
     together = odd_jobs(*job, *way.way)
     assert_all(together.go(way.ranks), 0)
     alone = odd_jobs.alone(*job)
@@ -144,13 +158,13 @@ def test_another_number_of_processes_goes_on_with_the_same_rows_and_is_logged(od
     assert_close(changed.run, odd_jobs.alone(*COPIES))
 
 
-def test_one_process_goes_on_with_the_rows_that_ranks_have_split(odd_jobs: Jobs) -> None:
-    killed = odd_jobs(*JOB, PADDED, SLICES)
+def test_one_process_goes_on_with_the_rows_that_ranks_have_split(odd_jobs: Jobs, few_rows: list[str]) -> None:
+    killed = odd_jobs(*FEW, *few_rows, PADDED, SLICES)
     killed.kill(2, step=3, saved=2)
     killed.arguments.append("distributed.context=1")
     assert_all(killed.go(1), 0)
     assert resumed_at(killed.run) == [2]
-    assert_close(killed.run, odd_jobs.alone(*JOB, PADDED))
+    assert_close(killed.run, odd_jobs.alone(*FEW, *few_rows, PADDED))
 
 
 def test_ranks_that_make_no_groups_are_refused(odd_jobs: Jobs) -> None:
