@@ -17,11 +17,11 @@ from finetune.storage.rundir import RunDirectory
 
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 
-# A job of seconds: short rows, few of them, one evaluation at each end, and neither forecast
+# A job of seconds: short rows, few of them, one evaluation at each end, no layer recomputed, and neither forecast
 # nor fused kernels, whose proofs take as long again.
 QUICK = [
     "training.max_steps=4", "training.batch_size=4", "training.micro_batch=2", "output.merge=false", "memory.check=off",
-    "kernels.fused=off",
+    "kernels.fused=off", "memory.checkpointing=none",
 ]  # fmt: skip
 
 
