@@ -143,9 +143,15 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs without what takes a third of a short one and decides nothing: the plot, and all but a token of answers."""
+    """Runs without what takes a third of a short one and decides nothing: the plot, and sample answers."""
     monkeypatch.setattr(plots, "training", lambda run: write_bytes(run.plot_file, b""))
     monkeypatch.setattr(answers, "_TOKENS", 1)
+    monkeypatch.setattr(answers, "_QUESTIONS", 0)
+
+
+@pytest.fixture
+def sample_answers(hurried: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `hurried` run asks one question, before and after."""
     monkeypatch.setattr(answers, "_QUESTIONS", 1)
 
 

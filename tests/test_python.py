@@ -438,7 +438,8 @@ def test_a_plan_has_the_config_what_was_chosen_and_the_levers(quick) -> None:
     assert plan.config.training.micro_batch == plan.fitted.value("training.micro_batch")
     assert plan.levers == ()
     few = ("data.max_length=128", "memory.checkpointing=all", "memory.loss_tokens=512", "adapter.rank=8")
-    refused = finetune.plan(quick("data.train=someone/rows", "data.eval=none", *few), "1MiB")
+    one_lever = ("training.batch_size=2", "data.eval=none", *few)
+    refused = finetune.plan(quick("data.train=someone/rows", *one_lever), "1MiB")
     assert refused.fitted is None
     assert [lever.cost for lever, after in refused.levers]
 

@@ -88,17 +88,17 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> dict[str, Ended]:
+def watched(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, shallow_base: Path) -> dict[str, Ended]:
     """Commands that ended, some with their first line or step."""
     folder = tmp_path_factory.mktemp("watched")
     forecast = [str(TINY), "data.train=someone/rows", "data.max_length=64", "kernels.fused=on", "--gpu", "24GiB"]
     job = [str(TINY), f"data.train={rows_file}", "data.eval_share=0.2", f"output.dir={folder / 'run'}"]
-    heavy = ["torch", "transformers", "peft"]
+    heavy, shallow = ["torch", "transformers", "peft"], f"model.name={shallow_base}"
     commands = [
         ("plan, first line", "", False, [], ["plan", *forecast]),
         ("fit, first line", "", False, [], ["fit", *forecast]),
-        ("on a terminal", "", True, [], ["train", *job]), ("plan", None, False, heavy, ["plan", *forecast]),
-        ("first step", "step 1/", False, heavy, ["train", *job]),
+        ("on a terminal", "", True, [], ["train", *job]), ("plan", None, False, heavy, ["plan", *forecast, shallow]),
+        ("first step", "step 1/", False, heavy, ["train", *job, shallow]),
     ]  # fmt: skip
     process = [sys.executable, "-c", WATCHED, json.dumps(commands)]
     done = subprocess.run(process, cwd=folder, capture_output=True, text=True, check=False)

@@ -45,6 +45,7 @@ def refused(tensor: str, use: Callable[[], object]) -> None:
         use()
 
 
+@pytest.mark.usefixtures("sample_answers")
 @pytest.mark.parametrize(
     ("tensor", "numbers", "job"),
     [

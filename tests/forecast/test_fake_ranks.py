@@ -60,7 +60,7 @@ def made(ranks: int, card: str | None = None, words: int = 256, **changes: Any) 
     [
         pytest.param({}, marks=pytest.mark.long, id="weights of nf4"),
         pytest.param({**PLAIN, "distributed__stage": "gradients"}, marks=pytest.mark.long, id="gradients"),
-        pytest.param({**FULL, "training__batch_size": 16}, id="every weight, accumulated"),
+        pytest.param({**FULL, "training__batch_size": 16}, marks=pytest.mark.long, id="every weight, accumulated"),
         pytest.param({**ZERO, "distributed__stage": "gradients"}, marks=pytest.mark.long, id="gradients under ZeRO"),
         pytest.param({**ZERO, **PLAIN, "adapter__targets": ["q_proj"]}, id="weights under ZeRO"),
     ],

@@ -92,7 +92,7 @@ WEIGHTS = ["preference.desirable_weight=0.8", "preference.undesirable_weight=1.4
 
 @pytest.mark.slow
 def test_a_step_that_runs_out_of_memory_is_split_with_the_same_mean(job) -> None:
-    loop = moved(job("model.name=builtin:tiny-llama", "data.packing=true"))
+    loop = moved(job("model.name=builtin:tiny-llama", "data.packing=true", "memory.checkpointing=all"))
     (whole,) = micro_batches(loop, range(8), 8)
     loss, expected = gradients(loop, [whole])
     for where in ("forward", "recompute"):  # the pass for the mean, and one after it

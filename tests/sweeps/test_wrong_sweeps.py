@@ -60,7 +60,7 @@ WRONG: list[tuple[list[str], str]] = [
 def test_it_is_refused_with_its_cure(arguments: list[str], said: str, tmp_path: Path) -> None:
     where = f"output.dir={tmp_path / 'sweep'}"
     places = [] if any(each.startswith("output.dir") for each in arguments) else [where]
-    ended = CliRunner().invoke(app, ["sweep", str(TINY), *QUICK[2:-1], *places, *arguments])
+    ended = CliRunner().invoke(app, ["sweep", str(TINY), *QUICK[2:-2], *places, *arguments])
     assert ended.exit_code == 2, ended.output
     assert said in ended.output.replace("\n", " ")
     assert "Traceback" not in ended.output
