@@ -35,7 +35,7 @@ def on_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.version_info[:3] != (3, 11, 7), reason="the file was made by Python 3.11.7")
 def test_the_script_makes_the_file_wherever_it_runs(tmp_path: Path) -> None:
     # With another hash seed and directory, and a decoy of a standard module on its path.

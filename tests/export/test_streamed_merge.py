@@ -292,7 +292,7 @@ def test_the_effect_of_rounding_is_that_of_all_weights_which_a_merge_rounds(tiny
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(ARCHITECTURES, "gpt2", "gpt_oss", "phi3", "qwen3_moe"))
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES, "gpt2", "gpt_oss", "qwen3_moe"))
 def test_a_correct_merge_is_proven_and_a_wrong_one_refused(
     name: str, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,7 +401,7 @@ def test_an_interrupted_merge_goes_on_with_the_next_shard(run: RunDirectory, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["another", "removed", "half written"])
+@pytest.mark.parametrize("change", sampled(["another", "removed", "half written"], "another", "half written"))
 def test_a_base_that_changes_during_a_merge_is_not_published(
     change: str, run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

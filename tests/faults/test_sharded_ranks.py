@@ -73,10 +73,7 @@ KILLED = {
     "mxfp4": Killed([*EXACT, *UNEVALUATED], base=lambda base, folder: published("mxfp4", base, folder / "base")),
     "fp8": Killed([*EXACT, *UNEVALUATED], base=lambda base, folder: published("fp8", base, folder / "base")),
 }  # fmt: skip
-OFTEN = (
-    "copies: random numbers of each, 8-bit states, packed rows",
-    "shards: every weight, a head of its own, 8-bit states, offloaded",
-)
+OFTEN = ("shards: every weight, a head of its own, 8-bit states, offloaded",)
 
 
 @pytest.mark.parametrize("name", sampled(KILLED, *OFTEN))

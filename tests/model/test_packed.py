@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from bases import loaded
+from jobs import sampled
 from messages import refusal
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -132,7 +133,9 @@ def plain(form: str, folder: Path) -> Any:
     return model.float()  # transformers 5.23 leaves in bfloat16 what is not packed
 
 
-@pytest.mark.parametrize("damage", ["zero", "negative", "nan", "integers", "cut", "flat", "none"])
+@pytest.mark.parametrize(
+    "damage", sampled(["zero", "negative", "nan", "integers", "cut", "flat", "none"], "zero", "nan", "integers", "cut")
+)
 def test_a_base_with_damaged_scales_is_refused_by_the_name_of_its_weight(
     published: tuple[str, Path], damage: str, tmp_path: Path
 ) -> None:

@@ -66,7 +66,7 @@ def _token(seen: SeeingRun) -> str:
     return str(getattr(seen.processor.tokenizer, "image_token", None) or seen.processor.image_token)
 
 
-@pytest.mark.parametrize("seeing_run", ["idefics3"], indirect=True)
+@pytest.mark.parametrize("seeing_run", ["qwen3_vl"], indirect=True)
 def test_a_report_keeps_its_images_when_the_files_are_gone(seeing_run: SeeingRun, tmp_path: Path) -> None:
     run = seeing_run.copied(tmp_path)
     page.write(run)
@@ -77,7 +77,7 @@ def test_a_report_keeps_its_images_when_the_files_are_gone(seeing_run: SeeingRun
     assert re.search(r"\[7_0\.png\] Row 7", markup)  # a question of the evaluation set
 
 
-@pytest.mark.parametrize("seeing_run", ["idefics3"], indirect=True)
+@pytest.mark.parametrize("seeing_run", ["qwen3_vl"], indirect=True)
 def test_a_forged_image_is_refused(seeing_run: SeeingRun, tmp_path: Path) -> None:
     run = seeing_run.copied(tmp_path)
     facts: Any = json.loads(run.facts_file.read_text())
