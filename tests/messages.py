@@ -38,6 +38,7 @@ _MASKS = {
     r"\d[\d,]*\.\d+(\.\d+)*(e[-+]?\d+)?|\d{1,3}(,\d{3})+|\d{4,}": "N",  # sizes, seconds, versions
     r"\b\d+ (?=[KMG]iB\b)": "N ",
     r"\b\d+(?=%)": "N",
+    r"(\w/|\w)\1{39,}": r"\1...",  # a name longer than a system takes
 }
 _said: list[str] = []
 """The messages of the test that is running."""
