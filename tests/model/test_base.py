@@ -156,7 +156,7 @@ class Live(TorchDispatchMode):
 def test_loading_never_holds_a_second_full_copy(name: str, tmp_path: Path) -> None:
     """Of weights in 16 bit NF4 keeps a quarter, and loading needs little more at any moment."""
     config = every_architecture.config(name)
-    config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size = 12, 64, 128, 64
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size = 24, 64, 128, 64
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     layers_bytes = sum(2 * weight.numel() for name, weight in model.named_parameters() if "proj" in name)
