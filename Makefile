@@ -69,9 +69,8 @@ fit: $(READY) ## Write CONFIG fitted to GPU="RTX 4090".
 merge: $(READY) ## Merge RUN=runs/... into a 16-bit model and prove it.
 	$(BIN)/finetune merge $(or $(RUN),$(error give RUN=runs/NAME))
 
-# Three processes for two cores: those that wait for ranks to be lost, restarted or connected leave a core idle.
 test: $(DEV) ## Run the tests, notebooks included; FOLDER=data runs those of finetune/data alone.
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(TESTED) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTED) $(ARGS)
 
 test-fast: $(DEV) ## Run all but the slow tests, for while you edit; FOLDER=data as above.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not long" $(TESTED) $(ARGS)
