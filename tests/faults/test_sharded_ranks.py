@@ -57,7 +57,7 @@ class Killed:
 SERVED = [*EXACT, *UNEVALUATED, "output.serve=q4_k_m"]
 KILLED = {
     "copies: random numbers of each, 8-bit states, packed rows": Killed(
-        ["adapter.dropout=0.1", "optimizer.kind=adamw_8bit", "data.packing=true", *UNEVALUATED],
+        ["adapter.dropout=0.1", "optimizer.kind=adamw_8bit", "data.packing=true", "kernels.fused=auto", *UNEVALUATED],
         whole=True, alone=False
     ),
     "shards: every weight, a head of its own, 8-bit states, offloaded": Killed(

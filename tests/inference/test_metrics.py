@@ -1,10 +1,7 @@
 """How answers are scored: the metrics of the table, JSON schemas, and the rules of a user."""
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from messages import refusal
@@ -12,18 +9,6 @@ from messages import refusal
 from finetune.errors import ConfigError, DataError, MachineError
 from finetune.inference import metrics
 from finetune.inference.metrics import METRICS, find
-
-
-@pytest.fixture(scope="module", autouse=True)
-def without_nltk() -> Iterator[None]:
-    """rouge_score imports nltk, for stems and sentences, which the metric has none of: seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("nltk", "nltk.stem", "nltk.stem.porter"):
-            patch.setitem(sys.modules, name, ModuleType(name))
-        setattr(sys.modules["nltk.stem"], "porter", sys.modules["nltk.stem.porter"])  # noqa: B010
-        yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "rouge_score"]:
-        del sys.modules[name]
 
 
 def score(name: object, answer: str, reference: str = "", row: dict | None = None) -> float:

@@ -243,7 +243,6 @@ def test_a_model_unlike_others_is_planned_and_trained_and_answers(
     attend = modeling_kimi_linear.chunk_kimi_delta_attention
     monkeypatch.setattr(modeling_kimi_linear, "chunk_kimi_delta_attention", functools.partial(attend, chunk_size=8))
     config = every_architecture.config(known)
-    monkeypatch.setattr(planning, "check_traceable", lambda *given: None)  # the forecast traces too
     for key, value in _UNLIKE[known].items():
         setattr(config, key, value)
     every_architecture.model(config).save_pretrained(tmp_path / "base")

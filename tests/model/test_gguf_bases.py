@@ -274,17 +274,14 @@ def test_a_cache_that_others_can_write_is_not_trusted(written: Any) -> None:
         gguf_base.unpacked(file)
 
 
-@pytest.mark.skipif(gguf_base._splits() is None, reason=_NO_TOKENIZER)
-def test_reading_a_file_leaves_its_folder_as_it_was(written: Any, tmp_path: Path) -> None:
+def test_a_plan_leaves_the_folder_of_a_file_as_it_was(call: Any, rows_file: Path, written: Any, tmp_path: Path) -> None:
     (folder := tmp_path / "bases").mkdir()
     file = written().rename(folder / "model.gguf")
     before = {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
     folder.chmod(0o500)
-    job = load_config(TINY, [f"model.name={file}", "quantization.kind=published"])
-    build.load(job, load_architecture(job.model), torch.device("cpu"))
-    load_tokenizer(job.model)
-    identity.of_base(job.model)
+    code, _, error = call("plan", TINY, f"model.name={file}", f"data.train={rows_file}", "data.eval=none")
     folder.chmod(0o700)
+    assert code == 0, error
     assert {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))} == before
 
 

@@ -32,16 +32,13 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", sampled(["none", "nf4", "int8"], "nf4"))
 def test_every_command_takes_the_adapter_of_a_run(kind: str, folder: Path, quick: Any) -> None:
     run = finetune.train(
-        quick(
-            f"model.name={folder}", "model.tokenizer=builtin:tiny-llama", f"quantization.kind={kind}",
-            "training.max_steps=1",
-        )
-    ).run  # fmt: skip
+        quick(f"model.name={folder}", "model.tokenizer=builtin:tiny-llama", f"quantization.kind={kind}")
+    ).run
     settings = json.loads((run.adapter / "adapter_config.json").read_text())
     assert settings["fan_in_fan_out"] == (kind == "none")  # PEFT's own word for it
     assert not [found for found in run_directory.examine(run.path).findings if found.status == "error"]
-    assert finetune.evaluate(run).record["steps"] == 1
-    assert isinstance(finetune.generate(run, "x", max_new_tokens=2), str)
+    assert finetune.evaluate(run).record["steps"] == 4
+    assert finetune.generate(run, "x", max_new_tokens=2)
     finetune.merge(run)
     finetune.export_model(run, "adapter")
     again = quick(

@@ -19,7 +19,6 @@ from transformers import CONFIG_MAPPING
 import finetune
 from finetune.config import AdapterSection, ModelSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.forecast import planning
 from finetune.model import build
 from finetune.model.adapters import adapter, starting
 from finetune.model.base import load_architecture
@@ -133,10 +132,9 @@ def test_layers_of_a_frozen_model_of_images_are_reported_as_such(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("targets", sampled(["all-linear", [r".*(q_proj|linear_1)"]], "all-linear"))
 def test_layers_left_out_are_in_neither_forecast_nor_files_and_are_reported(
-    targets: Any, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    targets: Any, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every command reads the adapter, of which the config's names alone do not tell the layers."""
-    monkeypatch.setattr(planning, "check_traceable", lambda *given: None)  # the forecast traces too
     base("mistral3").save_pretrained(tmp_path / "base")
     config = quick(
         f"model.name={tmp_path / 'base'}", "model.tokenizer=builtin:tiny-llama", "adapter.rank=2", "data.eval=none",

@@ -27,7 +27,6 @@ import finetune
 from finetune.config import dump
 from finetune.data.encoded import IMAGES
 from finetune.errors import ArtifactError
-from finetune.lifecycle import preparation
 from finetune.model.base import load_architecture
 from finetune.model.probes import seeing as seeing_probe
 from finetune.model.source import vision as base_vision
@@ -296,10 +295,9 @@ def test_steps_that_a_thread_prepares_ahead_are_those_prepared_in_turn(loop: Loo
 @pytest.mark.usefixtures("hurried", "unwarmed")
 @of_one_and_long_of_each_kind
 def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluation_set(
-    job: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: tuple[str, Path], tmp_path: Path
 ) -> None:
     _, folder = job
-    monkeypatch.setattr(preparation, "check_traceable", lambda *_: None)  # that is test_architectures.py
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     # Of two images each, since a forecast takes all micro-batches of a step to be as the largest.
     shown = [row for row in rows if len(row["messages"][0]["content"]) == 3]
