@@ -67,7 +67,7 @@ def main() -> None:
 def _tried(name: str, classes: str | tuple[str, ...]) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
-    from finetune.doctor import model_check
+    from finetune.extras.doctor import model_check
 
     row: dict[str, Any] = {"class": classes if isinstance(classes, str) else classes[0]}
     row |= {"seconds": 0.0, "source_revision": harness.environment(threads=1)["source_revision"]}

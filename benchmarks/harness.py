@@ -126,7 +126,7 @@ def variables(threads: int | None = None, extra: Mapping[str, str] | None = None
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
     """In the block, forecasts are made: their cache does not know of functions that a benchmark replaces."""
-    from finetune.forecast.kept import Kept
+    from finetune.forecast.cache import Kept
 
     with mock.patch.object(Kept, "get", lambda self, config, batches, trace: trace()):
         yield

@@ -42,6 +42,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from finetune.choices import CHOICES
 from finetune.config import Config
 from finetune.data import images as row_images
 from finetune.data.batching import RowOrder
@@ -57,9 +58,8 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES
 from finetune.runtime import libraries, ranks
 from finetune.runtime.signals import Signals
-from finetune.settings import CHOICES
 from finetune.storage.rundir import RunDirectory
-from finetune.training import collator, evidence, strategies
+from finetune.training import collator, learning_rate, strategies
 from finetune.training import run as training
 from finetune.training.checks import check
 from finetune.training.tracking import Trackers
@@ -291,7 +291,7 @@ def train(
 
     `loaded` is called once the base is there, and `built` once the model is that which is trained.
     """
-    config, _ = evidence.resolved(config, architecture)
+    config, _ = learning_rate.resolved(config, architecture)
     check(config, device)
     tokenizer = load_tokenizer(config.model)
     implementation, _ = build.choose_attention(config, architecture, device.type)

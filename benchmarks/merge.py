@@ -34,6 +34,7 @@ sys.path.insert(0, str(harness.ROOT))
 sys.path.insert(0, str(harness.ROOT / "tests" / "faults"))
 from children import Children, Fault
 
+from finetune.choices import load_config
 from finetune.config import Config, ModelSection, QuantizationSection
 from finetune.data import fingerprint
 from finetune.errors import MachineError
@@ -45,7 +46,6 @@ from finetune.model.build import Blueprint
 from finetune.model.source import catalog, identity
 from finetune.model.source.locate import BUILTIN_BASE, locate
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.settings import load_config
 from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory
 

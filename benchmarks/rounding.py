@@ -23,12 +23,12 @@ from typing import Any
 import harness
 import merge
 
+from finetune.choices import config_of
 from finetune.export import finished_run
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export
 from finetune.export.rounding import rounded_run
 from finetune.model.source import catalog
-from finetune.settings import config_of
 from finetune.storage.rundir import RunDirectory
 
 KIND = "q4_k_m"

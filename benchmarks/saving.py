@@ -32,7 +32,7 @@ import torch
 torch.set_num_threads(1)
 from finetune import recipe
 from finetune.inference import answers
-from finetune.settings import load_config
+from finetune.choices import load_config
 from finetune.training.checkpoints import Checkpoints
 
 answers._TOKENS = 1

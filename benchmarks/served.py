@@ -35,6 +35,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from finetune.choices import config_of
 from finetune.config import Config
 from finetune.config.serving import SERVED
 from finetune.data import prepare, sources
@@ -48,7 +49,6 @@ from finetune.inference.intervals import half_width
 from finetune.model.source.locate import locate
 from finetune.model.structure import packed, recipes
 from finetune.report.terminal import Terminal
-from finetune.settings import config_of
 from finetune.storage.rundir import RunDirectory
 
 CPU = torch.device("cpu")

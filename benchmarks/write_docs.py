@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune import settings
+from finetune import choices
 from finetune.runtime import patches
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,8 +28,8 @@ def generated() -> dict[Path, str]:
     """The files of docs/ that are made from code as a whole, with their text."""
     docs = ROOT / "docs"
     return {
-        docs / "config.md": settings.reference(),
-        docs / "config.schema.json": json.dumps(settings.schema(), indent=2) + "\n",
+        docs / "config.md": choices.reference(),
+        docs / "config.schema.json": json.dumps(choices.schema(), indent=2) + "\n",
         docs / "patches.md": patches_page(),
         docs / "architectures.md": architectures_page(),
     }

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from finetune.api import plan as plan
     from finetune.api import sweep as sweep
     from finetune.api import train as train
+    from finetune.choices import load_config as load_config
     from finetune.config import Config as Config
     from finetune.errors import FinetuneError as FinetuneError
     from finetune.export.publish import export_model as export_model
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from finetune.inference.jobs import generate as generate
     from finetune.objectives import Objective as Objective
     from finetune.report.result import Result as Result
-    from finetune.settings import load_config as load_config
     from finetune.storage.rundir import RunDirectory as RunDirectory
     from finetune.training.callbacks import Callback as Callback
 
@@ -51,7 +51,7 @@ _HOMES = {
     "fit": "finetune.api",
     "generate": "finetune.inference.jobs",
     "inspect_data": "finetune.api",
-    "load_config": "finetune.settings",
+    "load_config": "finetune.choices",
     "merge": "finetune.export.publish",
     "plan": "finetune.api",
     "sweep": "finetune.api",

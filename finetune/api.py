@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
+from finetune.choices import load_config
 from finetune.config import Config, loaded
 from finetune.config.field_types import shown
 from finetune.errors import ConfigError
-from finetune.settings import load_config
 
 if TYPE_CHECKING:
     from finetune.forecast.fit import Fitted
@@ -123,8 +123,8 @@ def sweep(
     can be told apart; none with `full`. The same call goes on where one was interrupted; `fresh` moves an earlier sweep
     aside. Values of `training.seed` are averaged. Raises ConfigError for keys that members must share.
     """
+    from finetune.extras.sweeps import grid, running
     from finetune.report.sweep_view import SweepView
-    from finetune.sweeps import grid, running
 
     job = config if isinstance(config, (Config, Mapping)) else fspath(config)
     source = job.model_dump(exclude_unset=True) if isinstance(job, Config) else job
@@ -146,8 +146,8 @@ def compare(runs: Sequence[Run]) -> RunsView:
 
     Raises ArtifactError for a path without a run, and ConfigError for fewer than two different runs.
     """
+    from finetune.report import side_by_side
     from finetune.report.runs_view import RunsView
-    from finetune.results import side_by_side
 
     return RunsView(side_by_side.compare(runs))
 

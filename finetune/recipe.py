@@ -22,7 +22,7 @@ from finetune.report.result import Result
 from finetune.report.terminal import Terminal
 from finetune.runtime import libraries, ranks
 from finetune.storage.rundir import RunDirectory
-from finetune.training import evidence, strategies
+from finetune.training import learning_rate, strategies
 from finetune.training import run as training
 from finetune.training.callbacks import Callback
 from finetune.training.checks import check_shares
@@ -54,7 +54,7 @@ def train(
         config, why = precision.resolved(config, ranks.gathered(precision.of_device(device)))
         if why:
             terminal.note(f"training.precision: {config.training.precision} ({why})")
-        config, note = evidence.resolved_if_known(config)
+        config, note = learning_rate.resolved_if_known(config)
         if note:
             terminal.note(note)
         if resume.is_finished(config, run, terminal.note, fresh=fresh):
@@ -94,7 +94,7 @@ def train(
                 base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
                 seed=config.training.seed, device_type=device.type, placement=placement,
             )  # fmt: skip
-            capacity = evidence.capacity(config, model, inputs.data.train_counts)
+            capacity = learning_rate.capacity(config, model, inputs.data.train_counts)
             terminal.built(model, adapter.left_out(base, config.adapter), capacity)
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.

@@ -32,12 +32,12 @@ with libraries.importing():  # as the command line does
 
     import finetune
     from finetune import cli
+    from finetune.choices import load_config
     from finetune.config import Config
-    from finetune.forecast.kept import Kept
+    from finetune.forecast.cache import Kept
     from finetune.inference import answers
     from finetune.model.source.locate import BUILTIN_BASE, locate
     from finetune.report import plots
-    from finetune.settings import load_config
     from finetune.storage.files import write_bytes
     from finetune.storage.rundir import RunDirectory
     from finetune.training import run as training_run
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _traced_anew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of forecasts makes its own, and reads none that another test has kept with other functions in place."""
-    if request.path.parent.name in {"forecast", "golden"} and request.path.name != "test_kept.py":
+    if request.path.parent.name in {"forecast", "golden"} and request.path.name != "test_forecast_cache.py":
         monkeypatch.setattr(Kept, "get", lambda self, config, batches, trace: trace())
 
 

@@ -13,8 +13,8 @@ from messages import refusal, reported
 
 import finetune
 from finetune.config import dump
-from finetune.doctor import run_check as run_directory
 from finetune.errors import ArtifactError, ConfigError
+from finetune.extras.doctor import run_check as run_directory
 from finetune.lifecycle import provenance, resume
 from finetune.model.source import identity
 from finetune.storage import checkpoint

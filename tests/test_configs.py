@@ -7,10 +7,10 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
+from finetune.choices import load_config
 from finetune.model.adapters.adapter import lora_config
 from finetune.model.base import load_architecture
 from finetune.model.source import catalog
-from finetune.settings import load_config
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 

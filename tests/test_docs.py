@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from typer.main import get_command
 
 import finetune
-from finetune import cli, objectives, settings
+from finetune import choices, cli, objectives
 from finetune.data import formats, sources
 from finetune.data.examples import Chat
 from finetune.forecast import traced_step
@@ -275,7 +275,7 @@ def test_the_example_of_pairs_is_trained_as_it_was_forecast(
     quick, add, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(PAIRS)
-    monkeypatch.setitem(settings.CHOICES, "data.format", {**settings.CHOICES["data.format"], **formats.FORMATS})
+    monkeypatch.setitem(choices.CHOICES, "data.format", {**choices.CHOICES["data.format"], **formats.FORMATS})
     rows = [
         {"prompt": f"To {n}. ", "chosen": "yes " * (1 + n % 5), "rejected": "no", "margin": n % 4} for n in range(40)
     ]

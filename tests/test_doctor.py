@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from finetune import cli
 from finetune.config import Config
-from finetune.doctor import Examination, Finding, machine
-from finetune.doctor import run_check as run_directory
 from finetune.errors import ArtifactError
+from finetune.extras.doctor import Examination, Finding, machine
+from finetune.extras.doctor import run_check as run_directory
 from finetune.lifecycle import preparation
 from finetune.runtime import driver
 from finetune.storage.files import write_lines

@@ -15,9 +15,9 @@ from jobs import sampled
 from messages import refusal
 from transformers import CONFIG_MAPPING
 
-from finetune.doctor import Examination, Finding, model_check, model_checks
-from finetune.doctor.model_checks import CHECKS, Check, Copy
 from finetune.errors import ConfigError
+from finetune.extras.doctor import Examination, Finding, model_check, model_checks
+from finetune.extras.doctor.model_checks import CHECKS, Check, Copy
 from finetune.model import build, small_copy
 from finetune.model.source.locate import locate
 
@@ -122,7 +122,7 @@ def test_a_crash_costs_one_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_limit_of_the_address_space_is_not_blamed_on_the_model(children: Children) -> None:
     """In which the libraries were imported but not every check may run."""
-    little = Fault("finetune.doctor.model_check:examine", memory_bytes=2**30)
+    little = Fault("finetune.extras.doctor.model_check:examine", memory_bytes=2**30)
     ended = children.run(["doctor", "builtin:tiny-llama"], little)
     assert ended.code == 4, ended.output
     assert re.search(r"^error: the address space of a process is limited to .*`ulimit -v unlimited`", ended.in_one_line)

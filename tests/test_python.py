@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 import finetune
 from finetune import objectives
+from finetune.choices import CHOICES
 from finetune.cli import app
 from finetune.config import load
 from finetune.config.field_types import GIVEN
@@ -35,7 +36,6 @@ from finetune.inference import jobs
 from finetune.objectives import contract
 from finetune.report.terminal import Terminal
 from finetune.runtime import libraries
-from finetune.settings import CHOICES
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_loss.py"
 ROWS = [{"prompt": f"Say {number}.", "completion": f" {number}"} for number in range(24)]

@@ -67,14 +67,14 @@ def sweep(
 ) -> None:
     """Train with several values of some keys, on one base. Settings that fall behind are stopped early."""
     with refusing():
-        from finetune.sweeps import grid
+        from finetune.extras.sweeps import grid
 
         check_page(page)
         rest, keys = grid.split(overrides or [])
         grid.members(config, rest, keys)
     with importing(f"sweep of {config}"):
+        from finetune.extras.sweeps import running
         from finetune.report.sweep_view import SweepView
-        from finetune.sweeps import running
     table = running.sweep(config, rest, keys, full=full, fresh=fresh, terminal=new_terminal(quiet=as_json))
     give_page(SweepView(table), as_json, page)
 
@@ -117,7 +117,7 @@ def init(
     ] = False,
 ) -> None:
     """Write a first config. It fits the model and the data to the card; what is missing is asked for."""
-    from finetune.init import first_config
+    from finetune.extras.init import first_config
 
     first_config.create(
         model, rows, gpu, other, output, columns, yes=yes, say=lambda text: typer.echo(visible(text, LINES))

@@ -14,7 +14,7 @@ from finetune.cli import options
 from finetune.cli.output import give, give_page, read_or_not
 from finetune.cli.program import command
 from finetune.errors import ConfigError
-from finetune.launch.targets import TARGETS
+from finetune.extras.launch.targets import TARGETS
 from finetune.report.visible import LINES, visible
 from finetune.runtime.stages import stage
 
@@ -35,19 +35,19 @@ def launch(
     output: Annotated[Path | None, options.file("--output", "Where to write the file.")] = None,
 ) -> None:
     """Write the file that starts a job on a cluster. Its standard tool then starts the nodes, and restarts them."""
-    from finetune.launch import render
+    from finetune.extras.launch import render
 
     options.chosen("--on", on, TARGETS)
     given, swept, members = overrides or [], list[str](), list[list[str]]()
     if sweep:
+        from finetune.extras.sweeps import grid
         from finetune.model import bounds
-        from finetune.sweeps import grid
-        from finetune.training import evidence
+        from finetune.training import learning_rate
 
         given, keys = grid.split(given)
         made = grid.members(config, given, keys)
         for member in made:
-            evidence.refuse_guess(member.config)
+            learning_rate.refuse_guess(member.config)
             grid.refuse_open_kind(bounds.as_known_base_allows(member.config)[0].quantization)
         members = [member.overrides for member in made]
         swept = [f"{key}={','.join(values)}" for key, values in keys.items()]
@@ -105,8 +105,8 @@ def doctor(
     Of a model it reads config.json alone, makes a small copy with random weights, and tries all that is done with one.
     """
     stage(f"doctor of {about or 'this machine'}: importing the libraries")
-    from finetune.doctor import machine, model_check
-    from finetune.doctor import run_check as run_directory
+    from finetune.extras.doctor import machine, model_check
+    from finetune.extras.doctor import run_check as run_directory
 
     if not about:
         examination = machine.examine()
@@ -123,6 +123,6 @@ def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="The reference as Markdown instead.")] = False,
 ) -> None:
     """Print the JSON schema of a config file."""
-    from finetune import settings
+    from finetune import choices
 
-    typer.echo(settings.reference().rstrip("\n") if markdown else json.dumps(settings.schema(), indent=2))
+    typer.echo(choices.reference().rstrip("\n") if markdown else json.dumps(choices.schema(), indent=2))

@@ -16,10 +16,10 @@ from finetune.data.counts import Counts
 from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, IMAGES, SEEN, TEACHER, RowLayout, Segment, columns
 from finetune.data.examples import Chat, Completion, Content, Example, Several, Unusable, images_of, parts
 from finetune.data.mismatched import OnePrompt
+from finetune.data.prepared_writer import Preparation, located
 from finetune.data.problems import Problems
 from finetune.data.rows import RowTable
 from finetune.data.sources import Row
-from finetune.data.split import Preparation, located
 from finetune.data.splits import SplitUse
 from finetune.errors import ArtifactError, ConfigError, DataError
 

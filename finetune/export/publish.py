@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from finetune.choices import config_of
 from finetune.config import Config, OutputSection, serving
 from finetune.config.field_types import pick
 from finetune.data import prepare
@@ -28,7 +29,6 @@ from finetune.report.terminal import Terminal, note_beside_output
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
 from finetune.runtime.signals import Signals
-from finetune.settings import config_of
 from finetune.storage.rundir import Run, RunDirectory
 
 

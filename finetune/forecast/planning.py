@@ -25,11 +25,11 @@ from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, ForecastError
 from finetune.forecast import by_length, devices, file_sizes, image_memory, job_forecast
 from finetune.forecast import fit as fitting
+from finetune.forecast.cache import Kept
 from finetune.forecast.devices import Device
 from finetune.forecast.fit import Fitted, Limits, NothingFits
 from finetune.forecast.image_memory import ImageMemory
 from finetune.forecast.job_forecast import Forecast
-from finetune.forecast.kept import Kept
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.replay import RunSetting
 from finetune.forecast.traced_step import Models, StepSetting, pixel_bytes, trace_step
@@ -46,7 +46,7 @@ from finetune.model.structure.quantization import LEAST_FIRST, with_kind
 from finetune.objectives import contract
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
-from finetune.training import evidence, reference_scores, strategies
+from finetune.training import learning_rate, reference_scores, strategies
 from finetune.training.checks import check_optimizer, check_shares
 from finetune.training.collator import micro_batching
 
@@ -443,7 +443,7 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1, check: Check | N
     """Forecast the job on `gpu`, with its `auto` settings fitted (see `finetune.plan`)."""
     planner = planner_for(config, gpu, gpus, check)
     given = config.changed({"training.precision": planner.job.training.precision})
-    _, said = evidence.resolved(given, planner.architecture)
+    _, said = learning_rate.resolved(given, planner.architecture)
     config, fitted = planner.resolve()
     forecast = planner.with_reference(config, fitted.forecast if fitted else planner.forecast(config))
     forecast = planner.with_routing(config, forecast)
@@ -470,7 +470,7 @@ def fit_with_limits(
 def _fit(planner: Planner, asked: TrainingSection) -> Fitted:
     fitted, reasons = planner.fit(), dict[str, str]()
     if asked.learning_rate == "auto":
-        _, reasons["training.learning_rate"] = evidence.best_rate(planner.job, planner.architecture)
+        _, reasons["training.learning_rate"] = learning_rate.best_rate(planner.job, planner.architecture)
     for key, why in (("quantization.kind", planner.why_quantized), ("training.precision", planner.why_precision)):
         if why:
             reasons[key] = why
@@ -480,7 +480,7 @@ def _fit(planner: Planner, asked: TrainingSection) -> Fitted:
 def _free_planner(config: Config, gpu: str | None, gpus: int, check: Check | None) -> Planner:
     """A planner that chooses micro-batch and checkpointing, whatever the config says. Raises as `refuse_guess`."""
     rows = {} if loaded(config).training.micro_batch_tokens else {"training.micro_batch": "auto"}
-    evidence.refuse_guess(config)
+    learning_rate.refuse_guess(config)
     free = config.changed({**rows, "memory.checkpointing": "auto", "memory.offload": "none"})
     return planner_for(free, gpu, gpus, check)
 
@@ -537,7 +537,7 @@ def planner_for(
     architecture = load_architecture(config.model, listed=True)
     context.check(architecture, config.distributed.context)
     config, _ = bounds.as_base_allows(config, architecture)
-    config, _ = evidence.resolved(config, architecture)
+    config, _ = learning_rate.resolved(config, architecture)
     if config.model.vocabulary:
         architecture = load_architecture(config.model, listed=True)
     adapter = config.adapter

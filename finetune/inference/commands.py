@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.choices import config_of
 from finetune.config.field_types import shortened
 from finetune.data import examples, images, readers
 from finetune.data.examples import Example, RowError
@@ -25,7 +26,6 @@ from finetune.model.source.vision import Vision
 from finetune.report import words
 from finetune.report.terminal import note_beside_output
 from finetune.report.visible import LINES, visible
-from finetune.settings import config_of
 from finetune.storage.rundir import RunDirectory
 
 

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from finetune.choices import config_of
 from finetune.config import Config, DataSection, named
 from finetune.config.field_types import pick
 from finetune.data import prepare
@@ -43,7 +44,6 @@ from finetune.report import page
 from finetune.report.scores import Scores
 from finetune.report.terminal import Terminal
 from finetune.runtime import libraries
-from finetune.settings import config_of
 from finetune.storage.files import write_json, write_lines
 from finetune.storage.records import EvaluationRecord, ExportProof, Measure
 from finetune.storage.rundir import Run, RunDirectory

@@ -8,6 +8,7 @@ from functools import cached_property
 from os import PathLike, fspath
 from typing import Any
 
+from finetune.choices import config_of
 from finetune.config import Config
 from finetune.config.field_types import pick, shown
 from finetune.data import examples, images
@@ -26,7 +27,6 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import note_beside_output
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
-from finetune.settings import config_of
 from finetune.storage.rundir import Run, RunDirectory
 
 UNRECORDED = "chat"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from finetune.choices import CHOICES
 from finetune.config import Config, contradictions, gone_from, ignored_keys
 from finetune.config.field_types import source_name
 from finetune.data import fingerprint
@@ -17,7 +18,6 @@ from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, DataError, FinetuneError, MachineError
 from finetune.model.source import identity
 from finetune.runtime import ranks
-from finetune.settings import CHOICES
 from finetune.storage import checkpoint, records
 from finetune.storage.rundir import RunDirectory
 

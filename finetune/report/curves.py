@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune.measure.monitor import headline
 from finetune.report import words
-from finetune.results.figures import Figures
+from finetune.report.figures import Figures
 
 Line = dict[str, Any]
 Reduced = Callable[[Iterable[float | None]], float | None]

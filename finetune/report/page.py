@@ -11,8 +11,8 @@ from finetune.config import Config, dump, named
 from finetune.errors import ConfigError
 from finetune.measure.monitor import headline
 from finetune.report import curves, data_view, forecast_view, pages, words
+from finetune.report.figures import RECENT_STEPS, Figures
 from finetune.report.scores import Scores
-from finetune.results.figures import RECENT_STEPS, Figures
 from finetune.storage.files import write_text
 from finetune.storage.records import DataFacts, Difference
 from finetune.storage.rundir import RunDirectory

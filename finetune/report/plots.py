@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.ticker import MaxNLocator
 
 from finetune.report import canvas, curves, words
-from finetune.results.figures import Figures
+from finetune.report.figures import Figures
 from finetune.storage.files import write_bytes
 from finetune.storage.rundir import RunDirectory
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from finetune.report import page, printing, words
+from finetune.report.figures import Figures, flat, framed, summary
 from finetune.report.view import View
-from finetune.results.figures import Figures, flat, framed, summary
 from finetune.storage import records
 from finetune.storage.rundir import RunDirectory
 

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from finetune.report import curves, printing, words
+from finetune.report.figures import Figures, flat, framed
+from finetune.report.side_by_side import SideBySide
 from finetune.report.view import PageView
-from finetune.results.figures import Figures, flat, framed
-from finetune.results.side_by_side import SideBySide
 from finetune.storage.rundir import RunDirectory
 
 _ROWS = {

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from finetune.config import TrainingSection
 from finetune.report import curves, printing, words
+from finetune.report.figures import Figures, flat, framed
+from finetune.report.sweep_table import SettingResult, SweepTable
 from finetune.report.view import PageView
-from finetune.results.figures import Figures, flat, framed
-from finetune.results.sweep_table import SettingResult, SweepTable
 from finetune.storage.rundir import RunDirectory
 
 _WHOLE_NAME = 32

@@ -25,12 +25,12 @@ from finetune.measure.monitor import Peak, headline
 from finetune.model.structure import experts
 from finetune.model.structure.experts import Mixture
 from finetune.report import forecast_view, printing, words
+from finetune.report.figures import Figures
 from finetune.report.live import STOPPING, LiveView
 from finetune.report.renewal import Renewal
 from finetune.report.result import Result
 from finetune.report.view import View
 from finetune.report.visible import LINES
-from finetune.results.figures import Figures
 from finetune.storage.records import Difference
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import micro_batching

@@ -16,7 +16,7 @@ import harness
 import pytest
 from jobs import sampled
 
-from finetune.settings import load_config
+from finetune.choices import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ import gpu_sides
 import gpu_slices
 import pytest
 
-from finetune.settings import load_config
+from finetune.choices import load_config
 
 
 def test_every_side_runs_in_one_slice() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from finetune.choices import load_config
 from finetune.config import Config
 from finetune.data.prepare import prepare
 from finetune.errors import FinetuneError
@@ -24,7 +25,6 @@ from finetune.forecast import devices
 from finetune.model import build, precision
 from finetune.model.base import load_architecture
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.settings import load_config
 
 TABLE = Path(__file__).with_name("mistakes.md")
 LONGEST = 350

@@ -10,11 +10,11 @@ import pytest
 from messages import refusal
 from pydantic import ValidationError
 
+from finetune.choices import CHOICES, config_of, load_config
 from finetune.config import Config, gone, values_of, written
 from finetune.errors import ArtifactError, ConfigError
 from finetune.lifecycle import resume
-from finetune.results.side_by_side import compare
-from finetune.settings import CHOICES, config_of, load_config
+from finetune.report.side_by_side import compare
 from finetune.storage.rundir import RunDirectory
 
 KEYS, VALUES = gone.TABLE["keys"], gone.TABLE["values"]

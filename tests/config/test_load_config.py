@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.choices import CHOICES, load_config
 from finetune.config import (
     AdapterSection,
     Config,
@@ -32,7 +33,6 @@ from finetune.config.other_names import NAMES
 from finetune.config.rules import contradictions
 from finetune.errors import ConfigError
 from finetune.model.structure.quantization import QUANTIZATIONS
-from finetune.settings import CHOICES, load_config
 from finetune.training.optimizers import OPTIMIZERS
 
 KEYS = [

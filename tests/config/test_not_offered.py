@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from messages import refusal
 
+from finetune.choices import CHOICES, load_config
 from finetune.config import other_names
 from finetune.config.sections import Config
 from finetune.errors import ConfigError
-from finetune.settings import CHOICES, load_config
 
 
 def refused(key: str, value: object) -> str:

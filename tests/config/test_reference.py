@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from finetune import settings
+from finetune import choices
+from finetune.choices import CHOICES
 from finetune.config import Config
-from finetune.settings import CHOICES
 
 FIELDS = [
     (name, key, field)
@@ -20,12 +20,12 @@ FIELDS = [
 
 @pytest.fixture(scope="module")
 def schema() -> dict[str, Any]:
-    return settings.schema()
+    return choices.schema()
 
 
 @pytest.fixture(scope="module")
 def reference() -> str:
-    return settings.reference()
+    return choices.reference()
 
 
 def test_a_key_is_in_schema_and_reference_with_its_docstring_and_default(

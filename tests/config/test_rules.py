@@ -7,7 +7,7 @@ from typing import Annotated
 import pytest
 from pydantic import TypeAdapter
 
-from finetune import settings
+from finetune import choices
 from finetune.config import Config
 from finetune.config.rules import RULES
 
@@ -21,4 +21,4 @@ def test_a_rule_is_about_values_that_its_keys_may_have_and_defaults_keep_it(subt
                 field = Config.model_fields[section].annotation.model_fields[name]
                 adapter = TypeAdapter(Annotated[field.annotation, field])
                 for value in values.named:
-                    adapter.validate_python(value, context={"choices": settings.CHOICES})
+                    adapter.validate_python(value, context={"choices": choices.CHOICES})

@@ -12,19 +12,19 @@ import jsonschema
 import pytest
 import yaml
 
-from finetune import settings
+from finetune import choices
+from finetune.choices import load_config
 from finetune.config import dump, strict_yaml
 from finetune.errors import ConfigError
 from finetune.model.source.chat_template import TEMPLATES
-from finetune.settings import load_config
 
-ROOT = Path(settings.__file__).parents[1]
+ROOT = Path(choices.__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
 def check() -> Any:
-    schema = settings.schema()
+    schema = choices.schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema).is_valid
 
@@ -54,7 +54,7 @@ def test_docs_config_schema_json_is_the_schema() -> None:
     """`make docs` makes the file anew."""
     written = (ROOT / "docs" / "config.schema.json").read_text(encoding="utf-8")
     schema = json.loads(written)
-    assert schema == settings.schema()  # as values: pydantic 2.10 writes the bound 0 of a float as 0.0
+    assert schema == choices.schema()  # as values: pydantic 2.10 writes the bound 0 of a float as 0.0
     assert written == json.dumps(schema, indent=2) + "\n"
 
 

@@ -12,13 +12,13 @@ import torch
 from messages import refusal
 from safetensors.torch import save_file
 
+from finetune.choices import CHOICES, load_config
 from finetune.cli.output import announce
 from finetune.config import Config, dump, values_of
 from finetune.config.serving import GRIDS, RUNTIMES, SERVED, resolved
 from finetune.errors import ConfigError
 from finetune.lifecycle import provenance
 from finetune.model import bounds
-from finetune.settings import CHOICES, load_config
 from finetune.storage.rundir import RunDirectory
 from finetune.training.checks import check
 

@@ -24,8 +24,7 @@ from jobs import write_rows
 from messages import refusal
 
 from finetune.config import DataSection, Source
-from finetune.data import cache, fingerprint, python_docs, sources
-from finetune.data import split as splitting
+from finetune.data import cache, fingerprint, prepared_writer, python_docs, sources
 from finetune.data.counts import Counts
 from finetune.data.encoded import IGNORE, Encoded, Segment
 from finetune.data.prepare import Prepared, prepare, prepare_held_out
@@ -43,7 +42,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the entries, which only this test uses."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")  # which it read when imported
-    monkeypatch.setattr(splitting, "mapped", mapped)
+    monkeypatch.setattr(prepared_writer, "mapped", mapped)
     return cache.folder()
 
 
@@ -207,7 +206,7 @@ def test_another_template_vocabulary_or_version_is_prepared_anew(
         word_tokenizer(chatml, bos_token="<|im_start|>"),
     ]
     files = {file_of(prepare(section(source), tokenizer).train) for tokenizer in tokenizers}
-    monkeypatch.setattr(splitting, "_VERSION", splitting._VERSION + 1)
+    monkeypatch.setattr(prepared_writer, "_VERSION", prepared_writer._VERSION + 1)
     files.add(file_of(prepare(section(source), tokenizers[0]).train))
     assert len(files) == len(tokenizers) + 1
 
@@ -215,7 +214,7 @@ def test_another_template_vocabulary_or_version_is_prepared_anew(
 def test_counts_have_the_fields_of_this_version_of_the_preparation() -> None:
     """An earlier version of the package, which may share the cache, fails on a field that it does not know."""
     fields = [field.name for field in dataclasses.fields(Counts)]
-    assert (splitting._VERSION, fields) == (12, [
+    assert (prepared_writer._VERSION, fields) == (12, [
         "rows", "tokens", "trained_tokens", "longest", "affected", "unused", "kinds", "run_together", "systems",
         "schema_ordered", "segments",
     ]), "another `_VERSION` for other fields"  # fmt: skip

@@ -11,9 +11,9 @@ import pytest
 from jobs import write_rows
 
 import finetune
+from finetune.choices import load_config
 from finetune.data.examples import Chat, Completion, RowError, Unusable
 from finetune.data.formats import FORMATS, MARGINS, PREFERENCES, read
-from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
 

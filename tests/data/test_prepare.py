@@ -12,14 +12,13 @@ from jobs import write_rows
 from messages import refusal
 
 from finetune.config import DataSection, Source
-from finetune.data import sources
-from finetune.data import split as splitting
+from finetune.data import prepared_writer, sources
 from finetune.data.counts import TOO_LONG, UNTRAINED, Affected
 from finetune.data.encoded import IGNORE
 from finetune.data.examples import Chat, Completion
 from finetune.data.prepare import _splits, compared_rows, held_out_rows, prepare, prepare_held_out, questions
+from finetune.data.prepared_writer import Preparation
 from finetune.data.problems import Problems
-from finetune.data.split import Preparation
 from finetune.errors import ConfigError, DataError
 
 Write = Callable[..., str]
@@ -375,7 +374,7 @@ def test_problems_are_reported_in_row_order_whichever_thread_finds_them(
     turns = {"messages": [{"role": "user", "content": "Hi"}]}
     lines = [good, '{"messages": [', json.dumps({"messages": 5}), json.dumps(turns)]
     for batch in (1, 7, 256):
-        monkeypatch.setattr(splitting, "_BATCH_ROWS", batch)
+        monkeypatch.setattr(prepared_writer, "_BATCH_ROWS", batch)
         for count in (4, 9):
             Path(source).write_text("\n".join(lines * count) + "\n")
             problems = message(DataSection(train=source, eval="none"), tokenizer).splitlines()

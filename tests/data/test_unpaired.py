@@ -13,6 +13,7 @@ from jobs import write_rows
 from messages import refusal
 
 import finetune
+from finetune.choices import load_config
 from finetune.config import Config
 from finetune.data import mismatched
 from finetune.data.encoded import IGNORE, segments_of
@@ -23,7 +24,6 @@ from finetune.data.prepare import Prepared, prepare, questions
 from finetune.errors import DataError
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives.contract import check_rows
-from finetune.settings import load_config
 
 ASK = {"role": "user", "content": "Why?"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("Because.", "No."))

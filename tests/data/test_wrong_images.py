@@ -24,6 +24,7 @@ from PIL import Image, ImageFile
 from seeing import encoded
 
 import finetune
+from finetune.choices import load_config
 from finetune.config import Config
 from finetune.data import images
 from finetune.data.encoded import RowImage
@@ -33,7 +34,6 @@ from finetune.errors import ConfigError, DataError
 from finetune.model.base import load_architecture
 from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.settings import load_config
 
 GREY, NOISE = Image.new("L", (20, 20)), Image.effect_noise((64, 64), 50)
 JPEG = encoded(NOISE, "JPEG")

@@ -14,9 +14,9 @@ import pytest
 from jobs import TINY
 
 import finetune
+from finetune.choices import load_config
 from finetune.data.problems import LIMIT, BadRows
 from finetune.errors import ConfigError, DataError
-from finetune.settings import load_config
 
 ASK = {"role": "user", "content": "Why?"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("Because.", "No."))

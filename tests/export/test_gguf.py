@@ -21,12 +21,12 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import finetune
+from finetune.choices import load_config
 from finetune.data.examples import Chat
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export, gguf_model, gguf_recipes, gguf_types, gguf_vocabulary, llama_cpp
 from finetune.model.source import catalog, chat_template, gguf_families, gguf_names
-from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 from tests.published_bases import publish
 

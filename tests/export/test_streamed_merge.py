@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import finetune
+from finetune.choices import load_config
 from finetune.config import AdapterSection, Config
 from finetune.data.images import NO_IMAGES
 from finetune.data.prepare import ComparedRows
@@ -34,7 +35,6 @@ from finetune.model.build import Blueprint
 from finetune.model.source import identity
 from finetune.model.source.locate import BUILTIN_BASE, locate
 from finetune.model.structure import eight_bit
-from finetune.settings import load_config
 from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory
 

@@ -321,8 +321,8 @@ def _finetune(config: str) -> Any:
 def _train_a_step(config: str) -> None:
     """Fill the caches of the libraries, and import what a run imports only as it comes to it."""
     from finetune import recipe
+    from finetune.choices import load_config
     from finetune.report.terminal import Terminal
-    from finetune.settings import load_config
 
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder, "rows.jsonl")

@@ -15,9 +15,9 @@ from messages import refusal
 from steps import ready
 
 import finetune
+from finetune.choices import load_config
 from finetune.errors import OutOfMemoryError
 from finetune.runtime import libraries
-from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 from finetune.training import eval_loss
 from finetune.training.collator import row_count

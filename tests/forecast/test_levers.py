@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from finetune.choices import load_config
 from finetune.config import Config, dump
 from finetune.forecast.levers import levers
-from finetune.settings import load_config
 
 
 def names(**changes: Any) -> list[str]:

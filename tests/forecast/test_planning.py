@@ -17,6 +17,7 @@ from jobs import TINY, metric, write_rows
 from messages import refusal
 
 import finetune
+from finetune.choices import load_config
 from finetune.config import Config
 from finetune.config.field_types import LEVELS
 from finetune.data import python_docs
@@ -25,7 +26,6 @@ from finetune.forecast import planning, traced_step
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.planning import Plan, Planner
 from finetune.lifecycle.plan import does_not_fit
-from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
 Quick = Callable[..., Config]

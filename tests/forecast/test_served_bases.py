@@ -6,10 +6,10 @@ import pytest
 import tiny_models
 import torch
 
+from finetune.choices import load_config
 from finetune.forecast import operator_costs, planning
 from finetune.model.structure import packed
 from finetune.model.structure.quantization import LEAST_FIRST
-from finetune.settings import load_config
 from tests.jobs import TINY, sampled
 
 CONFIG = TINY.with_name("llama3_8b_q4_k_m.yaml")

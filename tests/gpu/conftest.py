@@ -17,10 +17,10 @@ import on_cpu
 import pytest
 import torch
 
+from finetune.choices import load_config
 from finetune.config import Config
 from finetune.forecast import operator_costs
 from finetune.runtime.device import this_device
-from finetune.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

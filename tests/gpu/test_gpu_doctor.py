@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.doctor import machine
+from finetune.extras.doctor import machine
 
 pytestmark = pytest.mark.gpu
 

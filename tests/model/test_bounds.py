@@ -15,6 +15,7 @@ from messages import refusal
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import finetune
+from finetune.choices import load_config
 from finetune.config import Config
 from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.inference.answer_settings import Settings
@@ -22,7 +23,6 @@ from finetune.inference.generation import answers
 from finetune.model import bounds
 from finetune.model.attention import backends
 from finetune.report.terminal import Terminal
-from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
 POSITIONS = 40

@@ -12,9 +12,9 @@ from steps import assert_gradients_close, gradients, micro_batches, ready
 from test_packing import ARCHITECTURES, SHARED, model_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.choices import CHOICES
 from finetune.errors import ArtifactError, NumbersError
 from finetune.model.probes import causality
-from finetune.settings import CHOICES
 from finetune.training.collator import Inputs, for_model
 
 # Rows of 9 and 4 tokens, padded on the right.

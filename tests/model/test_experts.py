@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, MixtralPreTrainedModel
 
 import finetune
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
-from finetune.doctor import run_check as run_directory
 from finetune.errors import ConfigError
+from finetune.extras.doctor import run_check as run_directory
 from finetune.model.adapters.adapter import attach
 from finetune.model.adapters.expert_adapter import ParamWrapper
 from finetune.model.attention import backends

@@ -24,12 +24,13 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import finetune
+from finetune.choices import load_config
 from finetune.config import Config, ModelSection, dump
 from finetune.data import cache
-from finetune.doctor import model_check, model_checks
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import publish
 from finetune.export.gguf import gguf_export
+from finetune.extras.doctor import model_check, model_checks
 from finetune.model import build, served
 from finetune.model.base import load_architecture
 from finetune.model.source import gguf_base, gguf_families, identity
@@ -37,7 +38,6 @@ from finetune.model.source.locate import locate
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure import packed
 from finetune.report.terminal import Terminal
-from finetune.settings import load_config
 from finetune.storage import weight_files
 from tests.jobs import TINY, sampled
 

@@ -15,10 +15,10 @@ import torch
 from jobs import TINY
 from messages import refusal
 
+from finetune.choices import load_config
 from finetune.errors import MachineError, Terminated
 from finetune.model.probes import marker
 from finetune.runtime import environment
-from finetune.settings import load_config
 from finetune.storage import private
 from finetune.training import probe_table
 

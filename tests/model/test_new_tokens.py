@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
+from finetune.choices import load_config
 from finetune.config import ModelSection
 from finetune.errors import ConfigError
 from finetune.model import bounds, build
 from finetune.model.adapters import new_rows
 from finetune.model.base import load_architecture
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
 _TOKENS = ["<tool>", "quuxify"]

@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from transformers.quantizers import auto
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from finetune.choices import load_config
 from finetune.config import ModelSection
 from finetune.data import fingerprint
 from finetune.errors import ArtifactError, ConfigError
@@ -26,7 +27,6 @@ from finetune.model.base import load_architecture
 from finetune.model.source import identity, prequantized
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure import quantizers
-from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]

@@ -15,8 +15,8 @@ from messages import refusal
 
 import finetune
 from finetune.config import AdapterSection
-from finetune.doctor import run_check as run_directory
 from finetune.errors import ConfigError
+from finetune.extras.doctor import run_check as run_directory
 from finetune.model.adapters import adapter
 
 LORA = AdapterSection(rank=2)

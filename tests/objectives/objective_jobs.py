@@ -12,8 +12,8 @@ import torch
 from jobs import QUICK, TINY
 from steps import assert_gradients_close, gradients, micro_batches
 
+from finetune.choices import load_config
 from finetune.config import Config
-from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 from finetune.training.loop import Loop
 

@@ -3,8 +3,8 @@
 import pytest
 from messages import refusal
 
+from finetune.choices import load_config
 from finetune.errors import ConfigError
-from finetune.settings import load_config
 
 OF_SEQUENCES = ["adapter.kind=none", "adapter.init=pissa", "distributed.kind=fsdp", "memory.loss_tokens=64",
                 "preference.beta=0.1"]  # fmt: skip

@@ -21,8 +21,8 @@ from finetune.forecast.planning import Plan
 from finetune.report import page
 from finetune.report.data_view import DataView
 from finetune.report.forecast_view import PlanView
+from finetune.report.sweep_table import SettingResult, SweepTable
 from finetune.report.sweep_view import SweepView
-from finetune.results.sweep_table import SettingResult, SweepTable
 from finetune.storage.files import write_json, write_lines, write_text
 from finetune.storage.rundir import RunDirectory
 

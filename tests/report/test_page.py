@@ -16,8 +16,8 @@ from finetune.config import Config, TrainingSection, dump
 from finetune.export.export_formats import FORMATS
 from finetune.report import page
 from finetune.report import words as report_words
+from finetune.report.figures import Figures
 from finetune.report.result import Result
-from finetune.results.figures import Figures
 from finetune.storage.files import write_json, write_text
 from finetune.storage.files import write_lines as write_lines_to
 from finetune.storage.rundir import RunDirectory

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from finetune.errors import MachineError
 from finetune.report.curves import smooth
+from finetune.report.figures import Figures
 from finetune.report.result import Result
-from finetune.results.figures import Figures
 from finetune.storage.rundir import RunDirectory
 
 

@@ -21,7 +21,7 @@ from test_data_view import inspection, sample
 import finetune
 from finetune.config import Config, dump
 from finetune.data.inspection import SourceCounts
-from finetune.doctor import Examination, Finding
+from finetune.extras.doctor import Examination, Finding
 from finetune.forecast.answer_memory import Serving
 from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever
@@ -30,10 +30,10 @@ from finetune.report.data_view import DataView
 from finetune.report.forecast_view import ChosenView, FittedView, PlanView, ServingView
 from finetune.report.result import Result
 from finetune.report.scores import Scores
+from finetune.report.sweep_table import SettingResult, SweepTable
 from finetune.report.sweep_view import SweepView
 from finetune.report.view import PageView, View
 from finetune.report.visible import visible
-from finetune.results.sweep_table import SettingResult, SweepTable
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
 

@@ -23,8 +23,8 @@ from torch.backends import python_native
 
 import finetune
 from finetune.data.batching import LargestBatch
-from finetune.doctor import machine
 from finetune.errors import MachineError
+from finetune.extras.doctor import machine
 from finetune.forecast import devices, job_forecast, replay
 from finetune.kernels import ops
 from finetune.measure.out_of_memory import is_out_of_memory

@@ -16,9 +16,9 @@ from messages import refusal
 from watched import Ended, watched
 
 import finetune
+from finetune.choices import load_config
 from finetune.config import dump
 from finetune.errors import ArtifactError
-from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
 NAME, COMMIT = "someone/evil", "abcdef0123" * 4

@@ -15,10 +15,10 @@ from signed import sign
 
 import finetune
 from finetune import cli
+from finetune.choices import load_config
 from finetune.config import Config
 from finetune.errors import ArtifactError
 from finetune.inference import answers
-from finetune.settings import load_config
 from finetune.storage.files import write_lines
 from finetune.storage.rundir import RunDirectory
 

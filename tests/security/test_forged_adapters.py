@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import finetune
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
-from finetune.doctor import run_check as run_directory
 from finetune.errors import ArtifactError
+from finetune.extras.doctor import run_check as run_directory
 from finetune.model.adapters import adapter, adapter_files
 from finetune.model.base import load_architecture, load_base
 from finetune.model.distributed.engine import WholeWeights

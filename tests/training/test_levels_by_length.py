@@ -14,9 +14,9 @@ from steps import before_each_step, gradients, ready
 
 import finetune
 from finetune import recipe
+from finetune.choices import load_config
 from finetune.config import Config
 from finetune.model.recompute import checkpointing
-from finetune.settings import load_config
 from finetune.storage.records import UpTo
 from finetune.storage.rundir import RunDirectory
 from finetune.training import oom_retry

@@ -13,6 +13,7 @@ from messages import refusal
 from steps import assert_gradients_close, gradients, micro_batches, ready
 from torch.nn.functional import cross_entropy
 
+from finetune.choices import load_config
 from finetune.data.encoded import RowLayout
 from finetune.errors import ConfigError
 from finetune.objectives import (
@@ -26,7 +27,6 @@ from finetune.objectives import (
     trained_tokens,
     with_balancing,
 )
-from finetune.settings import load_config
 from finetune.training.collator import MicroBatches
 from finetune.training.loop import Loop
 

@@ -12,7 +12,7 @@ from messages import reported
 
 import finetune
 from finetune.report import curves, words
-from finetune.results.figures import Figures
+from finetune.report.figures import Figures
 from finetune.storage.rundir import RunDirectory
 from finetune.training.guards import Falls
 

@@ -13,12 +13,12 @@ import yaml
 from hypothesis import strategies as st
 from messages import refusal
 
+from finetune.choices import load_config
 from finetune.config import other_names
 from finetune.errors import ConfigError
-from finetune.init import first_config, translation
-from finetune.init.translation import TOOLS, Tool, translate
+from finetune.extras.init import first_config, translation
+from finetune.extras.init.translation import TOOLS, Tool, translate
 from finetune.report.visible import LINES, visible
-from finetune.settings import load_config
 
 AXOLOTL = """
     base_model: NousResearch/Llama-3.2-1B

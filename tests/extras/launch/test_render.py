@@ -21,8 +21,8 @@ from jobs import TINY
 from messages import refusal
 
 from finetune.errors import ConfigError
-from finetune.launch import render
-from finetune.launch.targets import TARGETS
+from finetune.extras.launch import render
+from finetune.extras.launch.targets import TARGETS
 
 OPTIONS: dict[str, Any] = {"nodes": 2, "gpus": 4, "gpu": "H100", "image": "me/finetune:1"}
 CONFIG = Path(TINY.name)

@@ -21,20 +21,20 @@ from seeing_jobs import config, example
 
 import finetune
 from finetune import recipe
+from finetune.choices import load_config
 from finetune.errors import ConfigError, DataError, InUseError, OutOfMemoryError
+from finetune.extras.sweeps import grid, running
 from finetune.inference import answers
 from finetune.model import build
 from finetune.model.base import load_architecture
 from finetune.model.resident import ResidentBase
 from finetune.report import plots
+from finetune.report.sweep_table import TABLE
 from finetune.report.sweep_view import SweepView
 from finetune.report.terminal import Terminal
-from finetune.results.sweep_table import TABLE
-from finetune.settings import load_config
 from finetune.storage import locks
 from finetune.storage.files import write_bytes
 from finetune.storage.rundir import RunDirectory
-from finetune.sweeps import grid, running
 from finetune.training import run as training_run
 from finetune.training.eval_loss import EvalLoss
 

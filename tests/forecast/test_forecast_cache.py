@@ -15,14 +15,14 @@ import tiny_models
 from jobs import TINY
 
 import finetune
+from finetune.choices import load_config
 from finetune.config import Config
 from finetune.data.batching import LargestBatch
 from finetune.forecast import devices, job_forecast, kept, planning
+from finetune.forecast.cache import Kept
 from finetune.forecast.job_forecast import Forecast
-from finetune.forecast.kept import Kept
 from finetune.forecast.planning import Planner
 from finetune.forecast.trace import Trace
-from finetune.settings import load_config
 from finetune.storage import private
 
 

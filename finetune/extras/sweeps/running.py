@@ -25,6 +25,8 @@ from finetune.config import AdapterSection, Config, TrainingSection
 from finetune.data import fingerprint, prepare
 from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, NumbersError, OutOfMemoryError, first_line
+from finetune.extras.sweeps import grid, halving
+from finetune.extras.sweeps.grid import Member
 from finetune.lifecycle import provenance, resume
 from finetune.model import bounds, build, precision
 from finetune.model.adapters import adapter_files
@@ -33,18 +35,16 @@ from finetune.model.resident import ResidentBase
 from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import words
+from finetune.report.figures import Figures
+from finetune.report.sweep_table import SCORES, TABLE, SettingResult, SettingState, SweepTable, is_sweep
 from finetune.report.sweep_terminal import SweepTerminal
 from finetune.report.terminal import Terminal
-from finetune.results.figures import Figures
-from finetune.results.sweep_table import SCORES, TABLE, SettingResult, SettingState, SweepTable, is_sweep
 from finetune.runtime import libraries, ranks
 from finetune.runtime.device import this_device
 from finetune.storage import locks
 from finetune.storage.files import write_bytes, write_json
 from finetune.storage.rundir import RunDirectory
-from finetune.sweeps import grid, halving
-from finetune.sweeps.grid import Member
-from finetune.training import evidence
+from finetune.training import learning_rate
 from finetune.training.callbacks import Callback
 from finetune.training.eval_loss import held_out_loss
 from finetune.training.optimizers import OPTIMIZERS
@@ -125,7 +125,7 @@ def _check(members: Sequence[Member]) -> None:
     checked: list[AdapterSection] = []
     decided: list[Config] = []
     for member in members:
-        config, _ = evidence.resolved_if_known(bounds.as_known_base_allows(member.config)[0])
+        config, _ = learning_rate.resolved_if_known(bounds.as_known_base_allows(member.config)[0])
         grid.refuse_open_kind(config.quantization)
         unpaged = OPTIMIZERS[config.optimizer.kind].unpaged or config.optimizer.kind
         decided.append(config.changed({"optimizer.kind": unpaged}))
@@ -312,7 +312,7 @@ class _Sweep:
     def _refuse_other_job(self, config: Config, run: RunDirectory, saved: Path) -> None:
         """Raise as training does for a checkpoint of other settings or rows, also where nothing is left to train."""
         allowed, _ = bounds.as_known_base_allows(config)
-        config, _ = evidence.resolved_if_known(resume.as_started(allowed, run, fresh=False))
+        config, _ = learning_rate.resolved_if_known(resume.as_started(allowed, run, fresh=False))
         provenance.changes_since(run, saved, {"config": config.model_dump(mode="json"), "data": self._rows})
 
     def _losses(self, config: Config, weights: Path) -> np.ndarray:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from finetune.doctor import Examination, Finding
 from finetune.errors import ArtifactError, ConfigError, MachineError
+from finetune.extras.doctor import Examination, Finding
 from finetune.model.source import catalog
 
 _LIMIT_SECONDS = 120.0
@@ -102,7 +102,7 @@ def _ending(code: int | None) -> str:
 
 def _start(name: str, folder: Path, statuses: dict[str, str]) -> tuple[multiprocessing.process.BaseProcess, Connection]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["finetune.doctor.preloaded"])  # imported once for all child processes
+    context.set_forkserver_preload(["finetune.extras.doctor.preloaded"])  # imported once for all child processes
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_try, args=(there, name, folder, statuses), daemon=True)
     child.start()
@@ -113,7 +113,7 @@ def _start(name: str, folder: Path, statuses: dict[str, str]) -> tuple[multiproc
 def _try(results: Connection, name: str, folder: Path, statuses: dict[str, str]) -> None:
     """Run the checks that have no status yet in this process. Sends their names; what each tries; and its result."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from finetune.doctor.model_checks import CHECKS, Copy, attempt
+    from finetune.extras.doctor.model_checks import CHECKS, Copy, attempt
     from finetune.runtime import libraries
 
     results.send(list(CHECKS))

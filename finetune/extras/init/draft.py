@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.choices import CHOICES, for_objective
 from finetune.config import Config, explained, written
 from finetune.report.visible import visible
-from finetune.settings import CHOICES, for_objective
 from finetune.storage.files import write_text
 
 

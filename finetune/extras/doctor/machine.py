@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from finetune.config import OptimizerSection
-from finetune.doctor import Examination, Finding
 from finetune.errors import MachineError
+from finetune.extras.doctor import Examination, Finding
 from finetune.forecast import devices
 from finetune.model import precision
 from finetune.model.attention import backends

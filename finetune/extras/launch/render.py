@@ -8,13 +8,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from finetune.choices import load_config
 from finetune.config import Config, ModelSection
 from finetune.config.field_types import pick
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.launch.targets import TARGETS, Target
+from finetune.extras.launch.targets import TARGETS, Target
 from finetune.model.base import load_architecture
 from finetune.model.distributed import context
-from finetune.settings import load_config
 from finetune.storage.files import write_text
 from finetune.training.checks import check_shares
 
@@ -127,7 +127,7 @@ def _render(template: str, **values: object) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("finetune.launch"), undefined=StrictUndefined, keep_trailing_newline=True,
+        loader=PackageLoader("finetune.extras.launch"), undefined=StrictUndefined, keep_trailing_newline=True,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     # YAML would read JSON's two escapes for a character beyond U+FFFF as two characters.

@@ -15,7 +15,7 @@ import pytest
 from children import Children
 from jobs import QUICK, TINY
 
-from finetune.launch import render
+from finetune.extras.launch import render
 from finetune.storage.rundir import RunDirectory
 
 TWICE = '#!/bin/bash\nshift\n"$@" & first=$!\n"$@" & wait $! && wait $first\n'

@@ -25,14 +25,14 @@ from finetune.data import formats, inspection, sources
 from finetune.data.counts import TOO_LONG
 from finetune.data.examples import Completion, NoSuchField, RowError, Unusable, parts
 from finetune.data.prepare import Prepared, check_columns
-from finetune.data.split import located
+from finetune.data.prepared_writer import located
 from finetune.errors import ForecastError, MachineError
+from finetune.extras.init import questions
+from finetune.extras.init.draft import Draft
+from finetune.extras.init.questions import Wanted
 from finetune.forecast import devices
 from finetune.forecast.fit import Fitted, NothingFits
 from finetune.forecast.planning import Planner, planner_for
-from finetune.init import questions
-from finetune.init.draft import Draft
-from finetune.init.questions import Wanted
 from finetune.model import bounds, build
 from finetune.model.base import load_architecture
 from finetune.model.source import chat_template, prequantized
@@ -40,7 +40,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import trial
 from finetune.report import words
 from finetune.runtime import libraries
-from finetune.training import evidence
+from finetune.training import learning_rate
 
 # Weights are quantized where one row with all layers checkpointed would take a larger share of the budget without it.
 _LARGEST_SHARE_UNQUANTIZED = 0.6
@@ -223,7 +223,7 @@ def _fitted(draft: Draft, planner: Planner) -> Fitted:
     """Set quantization and what the fit chooses, with shorter rows where nothing fits with long ones."""
     if (precision := planner.job.training.precision) != "bf16":  # left to each start, whose device may have another
         draft.take("training.precision", "auto", f"`{precision}` as of now: {planner.why_precision}")
-    draft.take("training.learning_rate", *evidence.best_rate(draft.job, planner.architecture))
+    draft.take("training.learning_rate", *learning_rate.best_rate(draft.job, planner.architecture))
     _choose_quantization(draft, planner)
     lost = "are dropped" if draft.job.data.too_long == "drop" else "lose their beginning"
     while True:

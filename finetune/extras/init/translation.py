@@ -15,14 +15,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from finetune.choices import CHOICES
 from finetune.config import AdapterSection, other_names, strict_yaml
 from finetune.config.load import ignored_keys, text_of
 from finetune.config.other_names import name_here
 from finetune.config.rules import contradictions
 from finetune.errors import ConfigError
-from finetune.init.draft import Draft
+from finetune.extras.init.draft import Draft
 from finetune.objectives import OBJECTIVES
-from finetune.settings import CHOICES
 
 KeyValues = dict[str, Any]
 """Values by `section.key`."""

@@ -3,4 +3,4 @@
 from finetune.runtime import libraries
 
 with libraries.importing():
-    from finetune.doctor import model_checks  # noqa: F401
+    from finetune.extras.doctor import model_checks  # noqa: F401

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from finetune import kernels, recipe
+from finetune.choices import load_config
 from finetune.config import Config, MemorySection, ModelSection
 from finetune.data.batching import MicroBatching
-from finetune.doctor import Status
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, NumbersError
 from finetune.export import publish
+from finetune.extras.doctor import Status
 from finetune.forecast import planning
 from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
@@ -40,7 +41,6 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import log_probs, trial
 from finetune.report.terminal import Terminal
 from finetune.runtime import libraries
-from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import MicroBatches
 

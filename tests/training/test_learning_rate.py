@@ -11,12 +11,12 @@ from jobs import TINY
 from messages import refusal
 
 import finetune
+from finetune.choices import load_config
 from finetune.config import Config
 from finetune.data.counts import Counts
 from finetune.errors import ConfigError
 from finetune.objectives import OBJECTIVES
-from finetune.settings import load_config
-from finetune.training import evidence
+from finetune.training import learning_rate
 
 
 def of_width(width: int) -> Any:
@@ -39,7 +39,7 @@ def of_width(width: int) -> Any:
     ],
 )
 def test_the_rate_follows_batch_width_objective_and_optimizer(settings: list[str], width: int, rate: float) -> None:
-    config, note = evidence.resolved(load_config({}, settings), of_width(width))
+    config, note = learning_rate.resolved(load_config({}, settings), of_width(width))
     assert config.training.learning_rate == rate
     assert note
     assert note.startswith(f"training.learning_rate: {rate:g}, ")
@@ -47,44 +47,44 @@ def test_the_rate_follows_batch_width_objective_and_optimizer(settings: list[str
 
 def test_a_given_rate_stays_and_one_that_the_evidence_calls_bad_is_noted() -> None:
     for rate, said in [("1e-3", None), ("5e-5", None), ("2e-5", "far below 0.0002"), ("3e-3", "far above 0.0002")]:
-        config, note = evidence.resolved(load_config({}, [f"training.learning_rate={rate}"]), of_width(4096))
+        config, note = learning_rate.resolved(load_config({}, [f"training.learning_rate={rate}"]), of_width(4096))
         assert config.training.learning_rate == float(rate)
         assert said in note if note and said else note is said
-    assert evidence.resolved(load_config({}, ["training.learning_rate=3e-2"]), of_width(192))[1] is None
+    assert learning_rate.resolved(load_config({}, ["training.learning_rate=3e-2"]), of_width(192))[1] is None
 
 
 def test_no_rate_is_guessed_for_an_optimizer_that_no_sweep_tells_of() -> None:
     with refusal(ConfigError, "`sgd`"):
-        evidence.resolved_if_known(load_config({}, ["optimizer.kind=sgd"]))
+        learning_rate.resolved_if_known(load_config({}, ["optimizer.kind=sgd"]))
     with refusal(ConfigError, "`sgd`"):
         finetune.fit(load_config(TINY, ["optimizer.kind=sgd", "training.learning_rate=auto"]), "24GiB")
     with refusal(ConfigError, "`sgd`"):
         finetune.sweep({"data": {"train": "no rows"}}, {"optimizer.kind": ["adamw_torch_fused", "sgd"]})
     given = ["optimizer.kind=sgd", "training.learning_rate=0.1"]
-    assert evidence.resolved(load_config({}, given), of_width(4096))[1] is None
+    assert learning_rate.resolved(load_config({}, given), of_width(4096))[1] is None
 
 
 def test_adapters_on_attention_alone_are_noted() -> None:
     for targets, told in [("[q_proj, v_proj]", True), ("[q_proj, down_proj]", False), ("all-linear", False)]:
         settings = ["training.learning_rate=2e-4", f"adapter.targets={targets}"]
-        _, note = evidence.resolved(load_config({}, settings), of_width(4096))
+        _, note = learning_rate.resolved(load_config({}, settings), of_width(4096))
         assert bool(note) == told
 
 
 def test_the_capacity_names_a_rank_that_has_a_weight_for_each_token() -> None:
     model, config = torch.nn.Linear(100, 10, bias=False), Config()
-    told = evidence.capacity(config, model, Counts(rows=4, trained_tokens=500))
+    told = learning_rate.capacity(config, model, Counts(rows=4, trained_tokens=500))
     assert told == "2 adapter weights for each trained token of the rows"
-    assert "adapter.rank=64 has 1" in str(evidence.capacity(config, model, Counts(rows=4, trained_tokens=4000)))
+    assert "adapter.rank=64 has 1" in str(learning_rate.capacity(config, model, Counts(rows=4, trained_tokens=4000)))
     without = config.changed({"adapter.kind": "none"})
-    assert evidence.capacity(without, model, Counts(rows=4, trained_tokens=500)) is None
+    assert learning_rate.capacity(without, model, Counts(rows=4, trained_tokens=500)) is None
 
 
 def test_the_capacity_counts_what_the_loss_is_a_mean_over() -> None:
     model = torch.nn.Linear(100, 10, bias=False)
     for objective in OBJECTIVES:
         config = Config().changed({"training.objective": objective})
-        told = str(evidence.capacity(config, model, Counts(rows=100, trained_tokens=8000)))
+        told = str(learning_rate.capacity(config, model, Counts(rows=100, trained_tokens=8000)))
         of_tokens = objective in ("supervised", "distillation")
         assert told.startswith("0.12 " if of_tokens else "10 adapter weights for each row"), objective
 
@@ -105,5 +105,5 @@ def test_a_base_made_in_bfloat16_may_overflow_in_fp16() -> None:
     for made_in, precision, said in (("bfloat16", "fp16", 1), ("float16", "fp16", 0), ("bfloat16", "bf16", 0)):
         architecture = of_width(4096)
         architecture.dtype = getattr(torch, made_in)
-        _, note = evidence.resolved(load_config({}, [f"training.precision={precision}"]), architecture)
+        _, note = learning_rate.resolved(load_config({}, [f"training.precision={precision}"]), architecture)
         assert str(note).count("training.precision: fp16 ends at 65,504") == said, (made_in, precision)

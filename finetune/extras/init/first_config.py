@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from finetune.init import questions
-from finetune.init.translation import translate
+from finetune.extras.init import questions
+from finetune.extras.init.translation import translate
 from finetune.runtime import libraries
 
 
@@ -28,6 +28,6 @@ def create(
         output = wanted.output
         say(f"reading {wanted.data} with the tokenizer of {wanted.model}")
         with libraries.importing():
-            from finetune.init.proposal import propose
+            from finetune.extras.init.proposal import propose
         draft = propose(wanted, say)
     say(draft.write(output))

@@ -17,13 +17,13 @@ from messages import refusal, reported
 from transformers import PreTrainedConfig
 
 import finetune
+from finetune.choices import load_config
 from finetune.data.counts import Counts
 from finetune.data.formats import holds_pairs
 from finetune.errors import ConfigError, ForecastError
+from finetune.extras.init import proposal, questions
+from finetune.extras.init.draft import Draft
 from finetune.forecast.planning import Planner
-from finetune.init import proposal, questions
-from finetune.init.draft import Draft
-from finetune.settings import load_config
 
 Call = Callable[..., tuple[int, str, str]]
 # Of no model at hand, so that nothing is forecast, which takes most of the time of `init`.

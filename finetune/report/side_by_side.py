@@ -10,8 +10,8 @@ from typing import Any
 from finetune.config import as_written, gone_from
 from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, ConfigError, first_line
-from finetune.results.figures import summary
-from finetune.results.sweep_table import is_sweep
+from finetune.report.figures import summary
+from finetune.report.sweep_table import is_sweep
 from finetune.storage.rundir import Run, RunDirectory
 
 # A run's directory says nothing about what it trained.

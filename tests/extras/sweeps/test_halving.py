@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from finetune.sweeps import halving
+from finetune.extras.sweeps import halving
 
 
 def scores(**means: float) -> dict[str, np.ndarray]:

@@ -10,18 +10,18 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from finetune.choices import CHOICES
 from finetune.config import Config, ModelSection, load
 from finetune.data import fingerprint
-from finetune.doctor import Examination, Finding
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
 from finetune.export import finished_run
+from finetune.extras.doctor import Examination, Finding
 from finetune.model import build
 from finetune.model.adapters import adapter_files
 from finetune.model.source import identity
 from finetune.model.source.locate import locate
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries
-from finetune.settings import CHOICES
 from finetune.storage import records, weight_files
 from finetune.storage.checkpoint import LATEST, manifest_of
 from finetune.storage.rundir import RunDirectory, checkpoint_step

@@ -14,9 +14,9 @@ from messages import refusal
 import finetune
 from finetune.config import strict_yaml
 from finetune.errors import ConfigError
+from finetune.extras.sweeps import grid, running
 from finetune.lifecycle.provenance import MAY_CHANGE
 from finetune.report.terminal import Terminal
-from finetune.sweeps import grid, running
 
 
 @pytest.mark.parametrize(

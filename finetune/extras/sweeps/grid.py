@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.choices import load_config
 from finetune.config import Config, QuantizationSection
 from finetune.config.field_types import shown
 from finetune.config.strict_yaml import scalar
 from finetune.errors import ConfigError
-from finetune.settings import load_config
 
 SEED = "training.seed"
 _MOST = 256
