@@ -89,38 +89,88 @@ def test_every_file_with_tests_is_collected() -> None:
     assert {path.name for path in files if not path.name.startswith("test_")} == {"interpreted.py"}  # a process runs it
 
 
-def counts() -> dict[str, object]:
-    """What a new feature has to go through: files and concepts, not lines."""
+def called(node: ast.AST) -> Iterator[str]:
+    """The functions that are called in `node`, apart from those in the arguments of another call."""
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, ast.Call):
+            yield ast.unparse(each.func)
+        else:
+            yield from called(each)
+
+
+def stations(recipe: ast.Module, train: ast.FunctionDef) -> set[str]:
+    """The functions of imported modules that `train` calls: neither classes, nor methods, nor builtins."""
+    imports = [node for node in recipe.body if isinstance(node, ast.ImportFrom)]
+    imported = {each.asname or each.name for node in imports for each in node.names}
+    names = {name for statement in train.body for name in called(statement)}
+    return {name for name in names if name.partition(".")[0] in imported and name.rpartition(".")[2].islower()}
+
+
+def counts() -> list[tuple[object, object, str]]:
+    """What a reader and a new feature go through, as the number now, its goal and what is counted."""
     trees = sources()
     text = {name: (ROOT / name).read_text(encoding="utf-8") for name in trees}
     words = Counter(re.findall(r"\w+", "\n".join(text.values())))
-    functions = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     lengths = [(node.end_lineno or 0) - node.lineno + 1 for node in functions]
+    chopped = [
+        node
+        for node, length in zip(functions, lengths, strict=True)
+        if node.name.startswith("_") and length <= 8 and words[node.name] == 2
+    ]
+    with_config = [
+        node
+        for node in functions
+        if any(each.annotation and ast.unparse(each.annotation) == "Config" for each in node.args.args)
+    ]
+    wide = [
+        node
+        for node in nodes
+        if isinstance(node, ast.ClassDef)
+        and any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+        and sum(isinstance(each, ast.AnnAssign) for each in node.body) > 10
+    ]
+    imports = re.compile(r"^ *from finetune[. ](?:import )?(\w+)", re.M)
     rooms = {name: name.split("/")[1].removesuffix(".py") for name in trees}
-    ties = {
-        frozenset((rooms[name], used))
-        for name in trees
-        for used in re.findall(r"^ *from finetune[. ](?:import )?(\w+)", text[name], re.M)
-        if used in rooms.values() and used != rooms[name]
-    }
-    return {
-        "files that derive a config from another": sum(".changed(" in each for each in text.values()),
-        "functions that take the whole config": sum(
-            any(each.annotation and ast.unparse(each.annotation) == "Config" for each in node.args.args)
-            for node in functions
+    ties = {frozenset((rooms[name], used)) for name in trees for used in imports.findall(text[name])}
+    images = re.compile(r"^ *from finetune\b.*\b(images|image_memory|vision)\b", re.M)
+
+    recipe = trees["finetune/recipe.py"]
+    [train] = [node for node in recipe.body if isinstance(node, ast.FunctionDef) and node.name == "train"]
+
+    def naming(pattern: str) -> int:
+        return sum(bool(re.search(pattern, each, re.I)) for each in text.values())
+
+    def lines(folder: str) -> int:
+        return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in (ROOT / folder).rglob("*.py"))
+
+    return [
+        (naming(r"\.changed\("), 1, "files that derive a config from another"),
+        (len(with_config), 60, "functions that take the whole config"),
+        (naming("nvfp4"), 4, "files that name nvfp4"),
+        (naming("deepspeed"), 4, "files that name DeepSpeed"),
+        (sum(bool(images.search(each)) for each in text.values()), 15, "files that import what knows images"),
+        (len(chopped), 120, "private functions of at most 8 lines called once"),
+        (statistics.median(lengths), 9, "median length of functions"),
+        (round(statistics.mean(lengths), 1), 13, "mean length of functions"),
+        (len(wide), 0, "dataclasses of more than ten fields"),
+        (len(re.findall(r"^[A-Z_]+ = Patch\(", text["finetune/runtime/patches.py"], re.M)), 45, "patches of libraries"),
+        (sum(each.count("noqa: SLF") for each in text.values()), 20, "noqa: SLF"),
+        ((train.end_lineno or 0) - train.lineno + 1, 80, "lines of the recipe's train"),
+        (len(stations(recipe, train)), 14, "stations of the recipe's train"),
+        (sum(len(tie) == 2 and tie <= set(rooms.values()) for tie in ties), 110, "pairs of rooms tied"),
+        (lines("finetune"), 50_000, "lines of the package"),
+        (lines("tests"), 38_000, "lines of tests"),
+        (lines("benchmarks"), 10_000, "lines of benchmarks"),
+        (
+            sum(len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")),
+            27_000,
+            "words of docs",
         ),
-        "files that name nvfp4": sum("nvfp4" in each.lower() for each in text.values()),
-        "files that name DeepSpeed": sum("deepspeed" in each.lower() for each in text.values()),
-        "private functions of at most 8 lines called once": sum(
-            node.name.startswith("_") and length <= 8 and words[node.name] == 2
-            for node, length in zip(functions, lengths, strict=True)
-        ),
-        "functions, median and mean length": (statistics.median(lengths), round(statistics.mean(lengths), 1)),
-        "patches of libraries": len(re.findall(r"^[A-Z_]+ = Patch\(", text["finetune/runtime/patches.py"], re.M)),
-        "noqa: SLF": sum(each.count("noqa: SLF") for each in text.values()),
-        "pairs of rooms tied": len(ties),
-    }
+    ]
 
 
 if __name__ == "__main__":
-    print(*(f"{number!s:>12}  {name}" for name, number in counts().items()), sep="\n")
+    for number, goal, what in counts():
+        print(f"{number!s:>8} {goal!s:>8}  {what}")
