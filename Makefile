@@ -91,12 +91,13 @@ test-newest: .venv-newest/.ready ## Run the quick tests with the newest versions
 house: $(DEV) ## Count what a reader or a new feature has to go through.
 	$(BIN)/python tests/test_house.py
 
-check: $(DEV) ## Lint, types, unused code and the direction of imports.
+check: $(DEV) ## Lint, types, unused code, the direction of imports and the subjects of new commits.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/vulture
 	$(BIN)/lint-imports
+	.ci/subjects
 
 docs: $(DEV) ## Write tables, references and tests/messages.txt, and the site to site/, with its links checked.
 	$(BIN)/python benchmarks/write_docs.py

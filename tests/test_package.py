@@ -79,3 +79,35 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
         cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, check=True, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.strip() == str(tmp_path / "site" / "finetune" / "_builtin" / "tiny-llama")
+
+
+def test_subjects_of_commits_after_the_base_are_checked(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        names = ("-c", "user.name=t", "-c", "user.email=t@t.example", "-c", "commit.gpgsign=false")
+        command = ["git", *names, *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    def refused(base: str) -> list[str]:
+        done = subprocess.run(
+            [ROOT / ".ci" / "subjects", base], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == bool(done.stdout)
+        return done.stdout.splitlines()
+
+    git("init", "--quiet")
+    commits = []
+    for subject in (
+        "Before the base",
+        "data: " + "x" * 66,
+        "data: " + "x" * 67,
+        "Add a kind of row",
+        "data: Add a row",
+    ):
+        git("commit", "--quiet", "--allow-empty", "--message", subject)
+        commits.append(git("rev-parse", "HEAD"))
+    assert refused(commits[-1]) == refused("0" * 40) == []  # nothing after the base, and a clone without it
+    assert [line.rpartition("characters: ")[2][:15] for line in refused(commits[0])] == [
+        "data: Add a row", "Add a kind of r", "data: xxxxxxxxx",
+    ]  # fmt: skip
+    git("reset", "--quiet", "--hard", commits[1])
+    assert refused(commits[0]) == []
