@@ -162,8 +162,8 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
     import torch
 
     from finetune.forecast import devices
-    from finetune.forecast.planning import Planner
     from finetune.measure.monitor import Monitor, meter_for
+    from finetune.resolve.planning import Planner
     from finetune.runtime import libraries
 
     libraries.quiet()

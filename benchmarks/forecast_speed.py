@@ -116,7 +116,7 @@ def _imports() -> float:
     """Seconds to import what a plan needs and do nothing."""
     code = (
         "from finetune.runtime import libraries\nwith libraries.importing():\n"
-        "    from finetune.forecast import planning; from finetune.report.terminal import Terminal"
+        "    from finetune.resolve import planning; from finetune.report.terminal import Terminal"
     )
     started = time.perf_counter()
     harness.succeeded(harness.python("-c", code))

@@ -49,7 +49,7 @@ SMALL = {
 def forecast() -> dict[str, Any]:
     """By way: the peak of the whole row by category in bytes, and the longest row that fits."""
     import finetune
-    from finetune.forecast import planning
+    from finetune.resolve import planning
 
     found: dict[str, Any] = {}
     for name, (changes, tiled) in WAYS.items():

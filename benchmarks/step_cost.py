@@ -46,9 +46,8 @@ import finetune
 from finetune.config import Config
 from finetune.data import batching
 from finetune.data.batching import LargestBatch, MicroBatching
-from finetune.forecast import gpus, planning, traced_step
+from finetune.forecast import gpus, traced_step
 from finetune.forecast.devices import Device
-from finetune.forecast.fit import divisors
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.trace import Work
 from finetune.forecast.trace_recorder import TraceRecorder
@@ -56,6 +55,8 @@ from finetune.kernels import mlp, ops
 from finetune.model.base import load_architecture
 from finetune.model.structure.quantization import with_kind
 from finetune.objectives import Objective
+from finetune.resolve import planning
+from finetune.resolve.fit import divisors
 
 MODELS = {"Llama-2-7B": "llama7b_qlora", "Llama-3.1-8B": "llama3_8b_qlora"}
 CARDS = ("RTX 3090", "RTX 4090", "A100 80GB", "H100")

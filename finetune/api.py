@@ -16,7 +16,7 @@ from finetune.config.field_types import shown
 from finetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from finetune.forecast.fit import Fitted
+    from finetune.forecast.plan import Fitted
     from finetune.report.data_view import DataView
     from finetune.report.forecast_view import PlanView
     from finetune.report.result import Result
@@ -77,9 +77,9 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1) -> PlanView:
     With several `gpus` the forecast is that of one of them. Settings that are `auto` are fitted first. Raises a
     FinetuneError for an unknown model or GPU, or a batch that cannot be divided among that many.
     """
-    from finetune.forecast import planning
     from finetune.lifecycle.plan import check_served
     from finetune.report.forecast_view import PlanView
+    from finetune.resolve import planning
 
     return PlanView(planning.plan(config, gpu, gpus, check_served))
 
@@ -91,8 +91,8 @@ def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
     Micro-batches of all lengths then recompute the same. Raises OutOfMemoryError if nothing fits, ConfigError for a
     batch that `gpus` cannot share.
     """
-    from finetune.forecast import planning
     from finetune.lifecycle.plan import check_served
+    from finetune.resolve import planning
 
     return planning.fit(config, gpu, gpus, check_served)
 

@@ -253,7 +253,7 @@ def test_a_page_that_cannot_be_written_exits_4(call, job: list[str], tmp_path: P
 @pytest.mark.slow
 def test_fit_writes_a_config_with_its_reasons(call, job: list[str], tmp_path: Path, monkeypatch) -> None:
     from finetune.choices import load_config
-    from finetune.forecast import fit
+    from finetune.resolve import fit
 
     # Sixteen forecasts for each limit: tests/forecast/test_fit.py has them.
     found = fit.Limits(length=4096, micro_batch=64, rank=256, smallest_card="T4")

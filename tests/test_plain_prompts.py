@@ -17,9 +17,9 @@ from finetune.data.prepare import prepare
 from finetune.errors import ForecastError
 from finetune.export.export_formats import FORMATS
 from finetune.extras.init import proposal
-from finetune.forecast.planning import Planner
 from finetune.inference import jobs
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.resolve.planning import Planner
 from finetune.storage.rundir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]

@@ -165,8 +165,9 @@ def plan(
 def _plan_answers(job: Config, gpu: str | None, rows: int, context: int | None, cache: str, as_json: bool) -> bool:
     """Print the forecast of answers, and return whether they fit."""
     with libraries.importing():
-        from finetune.forecast import answer_memory, planning
+        from finetune.forecast import answer_memory
         from finetune.report.forecast_view import ServingView
+        from finetune.resolve import planning
     if job.quantization.kind == "auto":  # decided as in training
         job = planning.planner_for(job, gpu).job
     forecast = answer_memory.forecast(job, gpu, rows=rows, context=context, cache=cache)
@@ -180,9 +181,9 @@ def _plan_training(
     """Print, draw and write the forecast of a training step, and return whether it fits."""
     with libraries.importing():
         from finetune.export import publish
-        from finetune.forecast import planning
         from finetune.lifecycle.plan import check_served
         from finetune.report.forecast_view import PlanView
+        from finetune.resolve import planning
         from finetune.storage.files import amount
     planned = planning.plan(job, gpu, gpus, check_served)
     view = PlanView(planned)
@@ -217,9 +218,9 @@ def fit(
     if not as_json:
         announce(f"fit of {config}", job)
     with libraries.importing():
-        from finetune.forecast import planning
         from finetune.lifecycle.plan import check_served
         from finetune.report.forecast_view import FittedView
+        from finetune.resolve import planning
     fitted, limits = planning.fit_with_limits(job, gpu, gpus, check_served)
     planning.write(fitted, target)
     if not as_json:

@@ -12,16 +12,16 @@ from finetune.data.prepare import Prepared
 from finetune.errors import ForecastError, OutOfMemoryError
 from finetune.export import publish
 from finetune.forecast import devices
-from finetune.forecast.fit import Fitted
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.levers import Lever
-from finetune.forecast.planning import Planner
+from finetune.forecast.plan import Fitted
 from finetune.lifecycle import provenance, resume
 from finetune.model.source.locate import at_hand
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import words
 from finetune.report.forecast_view import ChosenView
 from finetune.report.terminal import Terminal
+from finetune.resolve.planning import Planner
 from finetune.runtime import ranks
 from finetune.runtime.stages import stage
 from finetune.storage.rundir import RunDirectory

@@ -17,7 +17,6 @@ from finetune.data.prepare import Prepared, check_ids, prepare
 from finetune.errors import ConfigError, DataError
 from finetune.export import publish
 from finetune.forecast import devices, measured
-from finetune.forecast.planning import Planner, check_traceable
 from finetune.lifecycle import provenance, resume
 from finetune.lifecycle.session import Lock
 from finetune.model import bounds, build
@@ -33,6 +32,7 @@ from finetune.model.source.vision import Vision
 from finetune.model.structure.experts import Mixture
 from finetune.model.structure.quantization import with_kind
 from finetune.objectives import contract, trial
+from finetune.resolve.planning import Planner, check_traceable
 from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.environment import describe
 from finetune.runtime.stages import stage

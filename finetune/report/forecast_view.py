@@ -15,9 +15,9 @@ from rich.console import Console
 
 from finetune.config import Config
 from finetune.forecast.answer_memory import KV_CACHE, Serving
-from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.forecast.levers import Lever
+from finetune.forecast.plan import Fitted, Limits
 from finetune.measure.monitor import Peak
 from finetune.report import printing, step_curve, words
 from finetune.report.view import PageView, View
@@ -26,7 +26,7 @@ from finetune.storage.files import write_bytes
 from finetune.storage.records import LARGE_DIFFERENCE, Difference
 
 if TYPE_CHECKING:  # imports what builds a model, which the report of a run does not need
-    from finetune.forecast.planning import Plan
+    from finetune.forecast.plan import Plan
 
 LARGE = f"* more than {LARGE_DIFFERENCE:.0%} from what was measured"
 

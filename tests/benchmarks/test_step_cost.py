@@ -10,7 +10,8 @@ import tiny_models
 
 import finetune
 from finetune.config import Config
-from finetune.forecast import planning, traced_step
+from finetune.forecast import traced_step
+from finetune.resolve import planning
 
 
 @pytest.fixture(scope="module")

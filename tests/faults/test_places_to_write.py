@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 import finetune
 from finetune.config import Config
 from finetune.errors import MachineError
-from finetune.forecast import planning
-from finetune.forecast.fit import Fitted
-from finetune.forecast.planning import Planner
+from finetune.forecast.plan import Fitted
+from finetune.resolve import planning
+from finetune.resolve.planning import Planner
 from finetune.storage.files import DISK_ERRORS, not_written, write_text
 from finetune.storage.rundir import RunDirectory
 

@@ -14,10 +14,10 @@ from jobs import write_rows
 
 from finetune.config import Config
 from finetune.data.batching import LargestBatch
-from finetune.forecast import by_length, planning
-from finetune.forecast.fit import SPARE
 from finetune.forecast.job_forecast import Forecast, with_shorter
-from finetune.forecast.planning import Planner
+from finetune.resolve import by_length, planning
+from finetune.resolve.fit import SPARE
+from finetune.resolve.planning import Planner
 from finetune.storage.records import UpTo
 
 LONGEST, GRAIN, FIXED = 2048, 64, 4000

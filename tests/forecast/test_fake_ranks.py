@@ -22,17 +22,18 @@ from traces import peaks
 import finetune
 from finetune.config import Config
 from finetune.errors import ConfigError
-from finetune.forecast import fake_ranks, planning
+from finetune.forecast import fake_ranks
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import whole
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.levers import levers
-from finetune.forecast.planning import Planner
 from finetune.model import build
 from finetune.model.distributed import sharding
 from finetune.model.distributed.placement import Placement
 from finetune.model.distributed.sharding import Sharding
 from finetune.model.recompute import checkpointing
+from finetune.resolve import planning
+from finetune.resolve.planning import Planner
 from finetune.training import strategies
 
 Quick = Callable[..., Config]

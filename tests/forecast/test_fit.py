@@ -19,10 +19,11 @@ from messages import refusal
 
 from finetune.config import Config, dump, explained
 from finetune.errors import OutOfMemoryError
-from finetune.forecast import fit as fitting
-from finetune.forecast.fit import Fitted, divisors, fit
 from finetune.forecast.job_forecast import Forecast
+from finetune.forecast.plan import Fitted
 from finetune.model.recompute.checkpointing import LEVELS, ladder, pattern
+from finetune.resolve import fit as fitting
+from finetune.resolve.fit import divisors, fit
 
 LAYERS = 12
 DIVISORS = (16, 8, 4, 2, 1)

@@ -18,11 +18,12 @@ import finetune
 from finetune.choices import load_config
 from finetune.config import Config
 from finetune.data.batching import LargestBatch
-from finetune.forecast import devices, job_forecast, kept, planning
+from finetune.forecast import devices, job_forecast, kept
 from finetune.forecast.cache import Kept
 from finetune.forecast.job_forecast import Forecast
-from finetune.forecast.planning import Planner
 from finetune.forecast.trace import Trace
+from finetune.resolve import planning
+from finetune.resolve.planning import Planner
 from finetune.storage import private
 
 

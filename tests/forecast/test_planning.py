@@ -22,10 +22,12 @@ from finetune.config import Config
 from finetune.config.field_types import LEVELS
 from finetune.data import python_docs
 from finetune.errors import ConfigError, ForecastError, OutOfMemoryError
-from finetune.forecast import planning, traced_step
+from finetune.forecast import traced_step
 from finetune.forecast.job_forecast import Forecast
-from finetune.forecast.planning import Plan, Planner
+from finetune.forecast.plan import Plan
 from finetune.lifecycle.plan import does_not_fit
+from finetune.resolve import planning
+from finetune.resolve.planning import Planner
 from finetune.storage.rundir import RunDirectory
 
 Quick = Callable[..., Config]

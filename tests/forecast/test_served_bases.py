@@ -7,9 +7,10 @@ import tiny_models
 import torch
 
 from finetune.choices import load_config
-from finetune.forecast import operator_costs, planning
+from finetune.forecast import operator_costs
 from finetune.model.structure import packed
 from finetune.model.structure.quantization import LEAST_FIRST
+from finetune.resolve import planning
 from tests.jobs import TINY, sampled
 
 CONFIG = TINY.with_name("llama3_8b_q4_k_m.yaml")

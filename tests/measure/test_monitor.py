@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import finetune
 from finetune.forecast import devices
-from finetune.forecast.planning import Planner
 from finetune.measure import snapshots, tensors
 from finetune.measure.monitor import HostMeter, LeakWatch, Monitor, headline
+from finetune.resolve.planning import Planner
 
 MIB = 2**20
 

@@ -22,7 +22,6 @@ import finetune
 from finetune.config import Config
 from finetune.data.batching import LargestBatch, MicroBatching
 from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError
-from finetune.forecast import planning
 from finetune.lifecycle import preparation
 from finetune.model import base
 from finetune.model.adapters import adapter
@@ -32,6 +31,7 @@ from finetune.model.probes import causality, packed_rows
 from finetune.model.recompute import checkpointing
 from finetune.model.source import catalog
 from finetune.model.structure import linear_layers
+from finetune.resolve import planning
 from finetune.training.collator import MicroBatches
 
 ARCHITECTURES = ("bloom", "mpt", "rwkv", "mamba", "dbrx", "gemma3n_text", "jamba", "falcon_h1")

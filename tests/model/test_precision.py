@@ -12,9 +12,9 @@ from finetune.choices import load_config
 from finetune.config import Config
 from finetune.errors import MachineError
 from finetune.extras.sweeps import grid, running
-from finetune.forecast import planning
 from finetune.model import precision
 from finetune.report.terminal import Terminal
+from finetune.resolve import planning
 from finetune.storage.rundir import RunDirectory
 
 A100, T4 = precision.of_card("A100", (8, 0)), precision.of_card("T4", (7, 5))

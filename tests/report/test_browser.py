@@ -17,7 +17,7 @@ from test_data_view import inspection
 
 from finetune.api import compare
 from finetune.config import Config
-from finetune.forecast.planning import Plan
+from finetune.forecast.plan import Plan
 from finetune.report import page
 from finetune.report.data_view import DataView
 from finetune.report.forecast_view import PlanView

@@ -16,7 +16,7 @@ from finetune.config import Config, DistributedSection
 from finetune.data.batching import LargestBatch
 from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.forecast.levers import Lever
-from finetune.forecast.planning import Plan
+from finetune.forecast.plan import Plan
 from finetune.model.structure.experts import Mixture
 from finetune.report import forecast_view, words
 from finetune.report.forecast_view import PlanView

@@ -23,9 +23,8 @@ from finetune.config import Config, dump
 from finetune.data.inspection import SourceCounts
 from finetune.extras.doctor import Examination, Finding
 from finetune.forecast.answer_memory import Serving
-from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever
-from finetune.forecast.planning import Plan
+from finetune.forecast.plan import Fitted, Limits, Plan
 from finetune.report.data_view import DataView
 from finetune.report.forecast_view import ChosenView, FittedView, PlanView, ServingView
 from finetune.report.result import Result

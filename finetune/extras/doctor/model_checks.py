@@ -25,7 +25,6 @@ from finetune.data.batching import MicroBatching
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, NumbersError
 from finetune.export import publish
 from finetune.extras.doctor import Status
-from finetune.forecast import planning
 from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
 from finetune.kernels import self_test
@@ -40,6 +39,7 @@ from finetune.model.source import gguf_base
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import log_probs, trial
 from finetune.report.terminal import Terminal
+from finetune.resolve import planning
 from finetune.runtime import libraries
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import MicroBatches

@@ -31,14 +31,15 @@ from finetune.extras.init import questions
 from finetune.extras.init.draft import Draft
 from finetune.extras.init.questions import Wanted
 from finetune.forecast import devices
-from finetune.forecast.fit import Fitted, NothingFits
-from finetune.forecast.planning import Planner, planner_for
+from finetune.forecast.plan import Fitted
 from finetune.model import bounds, build
 from finetune.model.base import load_architecture
 from finetune.model.source import chat_template, prequantized
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import trial
 from finetune.report import words
+from finetune.resolve.fit import NothingFits
+from finetune.resolve.planning import Planner, planner_for
 from finetune.runtime import libraries
 from finetune.training import learning_rate
 

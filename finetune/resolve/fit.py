@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.config import Config
 from finetune.errors import OutOfMemoryError
 from finetune.forecast import devices
 from finetune.forecast.job_forecast import Forecast
+from finetune.forecast.plan import Fitted, Limits
 from finetune.model.recompute.checkpointing import LEVELS, ladder
 
 Forecaster = Callable[[Config], Forecast]
@@ -43,72 +44,6 @@ class NothingFits(OutOfMemoryError):
     def __init__(self, config: Config, message: str) -> None:
         super().__init__(message)
         self.config = config
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """The chosen config, its forecast, and the reason for each value.
-
-    `tried` is the number of settings that were forecast, and `find_everything` finds `everything`. `levels` are the
-    levels worth their bytes, from nothing recomputed to everything; empty if checkpointing was not to be chosen.
-    """
-
-    config: Config
-    forecast: Forecast
-    reasons: Mapping[str, str]
-    tried: int
-    find_everything: Callable[[], Forecast]
-    levels: tuple[str, ...] = ()
-
-    @functools.cached_property
-    def everything(self) -> Forecast:
-        """The fastest setting that fits with every layer recomputed; may take another forecast."""
-        return self.find_everything()
-
-    @property
-    def speed_up(self) -> float:
-        """Predicted speed over the fastest setting that fits with every layer checkpointed."""
-        return self.everything.seconds / self.forecast.seconds
-
-    def value(self, key: str) -> Any:
-        """The chosen value of `section.key`."""
-        return self.config.value(key)
-
-    def text(self, key: str) -> str:
-        """The chosen value of `section.key`, as in a config file."""
-        return str(self.value(key)).replace("'", "")
-
-    def as_dict(self) -> dict[str, Any]:
-        """The choice as JSON values."""
-        others = ["distributed.kind", "distributed.stage"] if self.forecast.gpus > 1 else []
-        others += [
-            key for key in ("training.learning_rate", "training.precision", "quantization.kind") if key in self.reasons
-        ]
-        return {
-            "chosen": {key: self.value(key) for key in (_ROWS, _RECOMPUTED, _OFFLOAD, _TILE, *others)},
-            "reasons": dict(self.reasons),
-            "forecast": self.forecast.as_dict(),
-            "checkpoint_everything": self.everything.as_dict(),
-            "predicted_speed_up": round(self.speed_up, 4),
-            "tried": self.tried,
-        }
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The largest values that fit with every layer checkpointed, each changed by itself; 0 where the least does not.
-
-    `smallest_card` is the smallest GPU of the table that holds one row with every layer checkpointed, or None.
-    """
-
-    length: int
-    micro_batch: int
-    rank: int
-    smallest_card: str | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The limits as JSON values."""
-        return asdict(self)
 
 
 def least(config: Config, *, offloads: bool, rows: Sequence[int], checkpointing: Any) -> Config:

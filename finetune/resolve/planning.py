@@ -23,14 +23,13 @@ from finetune.data import batching, prepare, sources
 from finetune.data.batching import LargestBatch, MicroBatching, RowOrder, Sizes
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, ForecastError
-from finetune.forecast import by_length, devices, file_sizes, image_memory, job_forecast
-from finetune.forecast import fit as fitting
+from finetune.forecast import devices, file_sizes, image_memory, job_forecast
 from finetune.forecast.cache import Kept
 from finetune.forecast.devices import Device
-from finetune.forecast.fit import Fitted, Limits, NothingFits
 from finetune.forecast.image_memory import ImageMemory
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.levers import Lever, levers
+from finetune.forecast.plan import Fitted, Limits, Plan
 from finetune.forecast.replay import RunSetting
 from finetune.forecast.traced_step import Models, StepSetting, pixel_bytes, trace_step
 from finetune.model import bounds, build, precision
@@ -44,6 +43,9 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.source.vision import Vision
 from finetune.model.structure.quantization import LEAST_FIRST, with_kind
 from finetune.objectives import contract
+from finetune.resolve import by_length
+from finetune.resolve import fit as fitting
+from finetune.resolve.fit import NothingFits
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
 from finetune.training import learning_rate, reference_scores, strategies
@@ -393,45 +395,6 @@ def _attention(config: Config, architecture: Any, device: Device) -> str:
         capability=device.capability if device.type == "cuda" else None,
         packed=config.data.packing, longest=config.data.max_length,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A job's forecast and, if it does not fit, the forecast with each lever."""
-
-    config: Config
-    forecast: Forecast
-    levers: tuple[tuple[Lever, Forecast], ...]
-    fitted: Fitted | None = None
-    """What was chosen where the job says `auto`; None where nothing was, or nothing fits."""
-    why_quantized: str | None = None
-    """The reason for the kind of quantization, where the job says `auto`."""
-    why_precision: str | None = None
-    """The reason for the precision, where the job says `auto`."""
-    images: ImageMemory | None = None
-    """What an image takes, where rows have images."""
-    evidence: str | None = None
-    """The learning rate that `auto` is and what it comes from, or what speaks against the job's own settings."""
-
-    def as_dict(self) -> dict[str, Any]:
-        levers = [
-            {
-                "changes": dict(lever.changes),
-                "cost": lever.cost,
-                "needed_bytes": after.needed_bytes,
-                "saved_bytes": self.forecast.needed_bytes - after.needed_bytes,
-                "fits": after.fits,
-            }
-            for lever, after in self.levers
-        ]
-        images = {"images": self.images.as_dict()} if self.images else {}
-        chosen = {
-            "quantization": self.config.quantization.kind,
-            "precision": self.config.training.precision,
-            "learning_rate": self.config.training.learning_rate,
-            "evidence": self.evidence,
-        }
-        return {**self.forecast.as_dict(), **chosen, **images, "levers": levers}
 
 
 Check = Callable[[Planner], None]

@@ -12,8 +12,8 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from finetune.forecast.fit import SPARE, largest
 from finetune.forecast.job_forecast import Forecast
+from finetune.resolve.fit import SPARE, largest
 from finetune.storage.records import UpTo
 
 At = Callable[[str, int], Forecast]
