@@ -44,10 +44,11 @@ from finetune.export import compressed_export, finished_run, publish
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export, llama_cpp
 from finetune.export.rounding import rounded_run
+from finetune.forms import packed
 from finetune.inference import jobs
 from finetune.inference.intervals import half_width
 from finetune.model.source.locate import locate
-from finetune.model.structure import packed, recipes
+from finetune.model.structure import recipes
 from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from finetune.model.structure import packed
+from finetune.forms import packed
 
 STATED: dict[str, dict[str, Any]] = {
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},

@@ -29,16 +29,17 @@ from finetune.data import fingerprint
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, proof, server_names
 from finetune.export.card import public
-from finetune.export.compressed_layouts import LAYOUTS
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_model, held_base, llama_cpp
 from finetune.export.server_experts import Experts
+from finetune.forms import packed
+from finetune.forms.compressed_layouts import LAYOUTS
 from finetune.model import build
 from finetune.model.adapters import adapter, adapter_files, plain_form, plain_peft
 from finetune.model.base import base_dtype
 from finetune.model.source import identity, prequantized
 from finetune.model.source.locate import weights_directory
-from finetune.model.structure import packed, streamed
+from finetune.model.structure import streamed
 from finetune.storage import weight_files
 
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]

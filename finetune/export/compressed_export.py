@@ -20,11 +20,12 @@ from torch import nn
 from finetune.config import QuantizationSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import proof, row_selection
-from finetune.export.compressed_layouts import EXPERTS, LAYOUTS, WrittenForm
 from finetune.export.conversion import Conversion
+from finetune.forms import float_blocks, packed
+from finetune.forms.compressed_layouts import EXPERTS, LAYOUTS, WrittenForm
 from finetune.model.skeleton import weightless_base
 from finetune.model.source import identity
-from finetune.model.structure import float_blocks, packed, quantizers, streamed
+from finetune.model.structure import quantizers, streamed
 from finetune.model.structure.quantization import library_config
 from finetune.storage import weight_files
 from finetune.storage.files import write_json

@@ -17,8 +17,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.config import QuantizationSection
-from finetune.model.structure import packed
-from finetune.model.structure.packed import packing_of
+from finetune.forms import packed
+from finetune.forms.packed import packing_of
 from finetune.runtime import patches
 
 # bitsandbytes 0.50, `functional.quantize_4bit` and `functional.quantize_blockwise`: values under one absolute maximum

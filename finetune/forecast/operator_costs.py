@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from finetune.forecast import autocast, operators
+from finetune.forms import packed
 from finetune.kernels import ops as fused
-from finetune.model.structure import packed
 from finetune.runtime import patches
 
 # A CPU's attention, by which a trace also knows that of CUDA, and attention over packed rows.

@@ -1,4 +1,4 @@
-"""Triton kernels that decode packed weights: the formats of `model.structure.block_formats`, equal to them to the bit.
+"""Triton kernels that decode packed weights: the formats of `forms.block_formats`, equal to them to the bit.
 
 A program decodes some blocks as a tile (blocks, parts, run). Bytes of a run lie side by side; of those that hold two
 codes, the lower four bits belong to one run of columns and the upper ones to another, or both to neighbouring columns.
@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finetune.model.structure import packed
-from finetune.model.structure.k_quants import IQ4_LEVELS
+from finetune.forms import packed
+from finetune.forms.k_quants import IQ4_LEVELS
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from finetune.forms import packed as packed_weights
+from finetune.forms.packed import packing_of
 from finetune.kernels.room import with_room
-from finetune.model.structure import packed as packed_weights
-from finetune.model.structure.packed import packing_of
 from finetune.runtime import libraries
 
 _library = torch.library.Library("finetune", "DEF")

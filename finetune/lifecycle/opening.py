@@ -10,13 +10,13 @@ from finetune.data import inspection
 from finetune.data.encoded import IMAGES
 from finetune.data.prepare import Prepared
 from finetune.forecast.job_forecast import Forecast
+from finetune.forms import packed
 from finetune.lifecycle import provenance, resume
 from finetune.lifecycle.preparation import JobInputs
 from finetune.lifecycle.resume import Start
 from finetune.lifecycle.session import Lock
 from finetune.model import served
 from finetune.model.source import identity
-from finetune.model.structure import packed
 from finetune.runtime import ranks
 from finetune.storage.checkpoint import set_aside
 from finetune.storage.files import write_json, write_lines

@@ -13,15 +13,15 @@ from torch import nn
 from finetune.config import QuantizationSection
 from finetune.config.field_types import shortened
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, first_line
+from finetune.forms.block_formats import BLOCK_FORMATS
+from finetune.forms.packed import pack, packing_of
 from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
 from finetune.model.distributed.placement import Placement
 from finetune.model.source import catalog, prequantized
 from finetune.model.source.locate import hub_call
 from finetune.model.structure import composite, experts, linear_layers
-from finetune.model.structure.block_formats import BLOCK_FORMATS
 from finetune.model.structure.experts import Mixture
-from finetune.model.structure.packed import pack, packing_of
 from finetune.model.structure.quantization import QUANTIZATIONS, library_config
 from finetune.model.structure.recipes import RECIPES, remember
 from finetune.runtime import patches

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from finetune.data.encoded import IGNORE
+from finetune.forms.packed import packing_of
 from finetune.kernels.head import Logits, Tile, dtype_of, log_probs, log_probs_of_words
 from finetune.model.structure import experts
-from finetune.model.structure.packed import packing_of
 from finetune.runtime import patches
 
 tile = ContextVar("tile", default=Tile())  # noqa: B039 -- it is frozen

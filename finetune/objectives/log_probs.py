@@ -20,10 +20,10 @@ import torch
 import transformers
 
 from finetune.errors import ConfigError
+from finetune.forms.packed import packing_of
 from finetune.kernels import head, self_test
 from finetune.model import probes
 from finetune.model.structure import experts, sequence_head
-from finetune.model.structure.packed import packing_of
 from finetune.objectives import fused_head
 
 # Root mean square of the difference from the model's own log-probabilities, in nats: that of a model without such a

@@ -20,10 +20,10 @@ from finetune.errors import ConfigError
 from finetune.export import compressed_export, served_model
 from finetune.export.compressed_export import RoundedWeights, write
 from finetune.export.gguf import llama_cpp
+from finetune.forms import packed
 from finetune.model import build
 from finetune.model.base import load_architecture
 from finetune.model.source import prequantized
-from finetune.model.structure import packed
 from finetune.report import words
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory

@@ -19,7 +19,7 @@ from finetune.config.serving import GGUF, kind_of
 from finetune.errors import ArtifactError
 from finetune.export import compressed_export, publish
 from finetune.export.gguf import held_base, llama_cpp
-from finetune.model.structure import packed
+from finetune.forms import packed
 from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory
 from tests.jobs import sampled, save_base

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.config import ModelSection
 from finetune.errors import ConfigError
 from finetune.export.gguf import gguf_export, gguf_model, llama_cpp
+from finetune.forms import packed
 from finetune.model import build
 from finetune.model.source import chat_template, gguf_families
-from finetune.model.structure import packed
 
 CPU = torch.device("cpu")
 

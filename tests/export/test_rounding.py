@@ -30,11 +30,12 @@ from finetune.export.rounding.compensated import DAMPING, compensated
 from finetune.export.rounding.inputs import InputSums
 from finetune.export.rounding.layers import LayerRounding
 from finetune.export.rounding.matrices import rounded
+from finetune.forms import float_blocks, packed
+from finetune.forms.block_formats import BLOCK_FORMATS, nearest, values
 from finetune.measure.tensors import TensorCount
 from finetune.model.base import load_architecture
 from finetune.model.skeleton import make_buffers
-from finetune.model.structure import float_blocks, packed, quantizers
-from finetune.model.structure.block_formats import BLOCK_FORMATS, nearest, values
+from finetune.model.structure import quantizers
 from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory
 

@@ -21,9 +21,9 @@ from finetune.data.encoded import IGNORE
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, proof, server_commands
 from finetune.export.gguf import gguf_model, gguf_packed
+from finetune.forms.packed import exact, pack
 from finetune.model import bounds
 from finetune.model.source import chat_template
-from finetune.model.structure.packed import exact, pack
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

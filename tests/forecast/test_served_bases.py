@@ -8,7 +8,7 @@ import torch
 
 from finetune.choices import load_config
 from finetune.forecast import operator_costs
-from finetune.model.structure import packed
+from finetune.forms import packed
 from finetune.model.structure.quantization import LEAST_FIRST
 from finetune.resolve import planning
 from tests.jobs import TINY, sampled

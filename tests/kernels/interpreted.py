@@ -19,8 +19,9 @@ with libraries.importing():  # as the command line does
     from triton import language as tl
     from triton.runtime import interpreter
 
+    from finetune.forms import packed
     from finetune.kernels import decoding_kernels, ops, triton_kernels
-    from finetune.model.structure import eight_bit, packed
+    from finetune.model.structure import eight_bit
 
 # Of tiles of 64 values: less than one, one, and more than one with a rest.
 WIDTHS = [7, 64, 150]

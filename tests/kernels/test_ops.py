@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
+from finetune.forms import packed
 from finetune.kernels import ops
-from finetune.model.structure import eight_bit, packed
+from finetune.model.structure import eight_bit
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A norm of each family: its class, what it adds to its weight, and whether it rounds before the product with it.

@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from finetune.forms import packed
 from finetune.kernels import decoding_kernels, triton_kernels
-from finetune.model.structure import packed
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

@@ -31,12 +31,12 @@ from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import publish
 from finetune.export.gguf import gguf_export
 from finetune.extras.doctor import model_check, model_checks
+from finetune.forms import packed
 from finetune.model import build, served
 from finetune.model.base import load_architecture
 from finetune.model.source import gguf_base, gguf_families, identity
 from finetune.model.source.locate import locate
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.model.structure import packed
 from finetune.report.terminal import Terminal
 from finetune.storage import weight_files
 from tests.jobs import TINY, sampled

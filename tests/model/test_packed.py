@@ -21,9 +21,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from finetune.config import ModelSection, QuantizationSection
 from finetune.errors import ArtifactError
+from finetune.forms import packed
 from finetune.model import base
 from finetune.model.skeleton import weightless_base
-from finetune.model.structure import packed, streamed
+from finetune.model.structure import streamed
 from finetune.model.structure.quantization import QUANTIZATIONS
 from finetune.model.structure.recipes import RECIPES
 from tests.model import nvfp4_reference

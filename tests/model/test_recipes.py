@@ -24,9 +24,10 @@ from transformers import (
 
 from finetune.config import QuantizationSection
 from finetune.config.serving import GGUF, GRIDS, PACKED
+from finetune.forms import packed
 from finetune.model.skeleton import weightless_base
 from finetune.model.source import gguf_families, gguf_names
-from finetune.model.structure import packed, quantizers, recipes
+from finetune.model.structure import quantizers, recipes
 from finetune.model.structure.quantization import QUANTIZATIONS
 from finetune.objectives import log_probs
 

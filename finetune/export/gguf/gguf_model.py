@@ -25,11 +25,11 @@ from finetune.errors import ArtifactError, ConfigError
 from finetune.export.gguf import gguf_packed, gguf_recipes, gguf_vocabulary
 from finetune.export.gguf.gguf_packed import GgufTensor
 from finetune.export.gguf.gguf_types import TYPES
+from finetune.forms import packed as packing
 from finetune.model import bounds
 from finetune.model.skeleton import weightless_base
 from finetune.model.source import gguf_families, gguf_names, identity
 from finetune.model.source.gguf_families import Family
-from finetune.model.structure import packed as packing
 from finetune.model.structure import streamed
 from finetune.storage import weight_files
 

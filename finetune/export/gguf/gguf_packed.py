@@ -17,9 +17,9 @@ from torch import nn
 
 from finetune.errors import ConfigError
 from finetune.export import row_selection
+from finetune.forms import float_blocks, packed
+from finetune.forms.block_fields import in_halves
 from finetune.model.source.gguf_families import Parts
-from finetune.model.structure import float_blocks, packed
-from finetune.model.structure.block_fields import in_halves
 
 FLOATS = {"mxfp4": 32, "nvfp4": 64}
 """The forms of 4-bit floats, and the values in a block of a GGUF file."""

@@ -18,10 +18,10 @@ from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export, gguf_model, gguf_vocabulary, llama_cpp
 from finetune.export.gguf.gguf_types import TYPES
+from finetune.forms import packed
 from finetune.model.base import base_dtype
 from finetune.model.source import gguf_families
 from finetune.model.source.locate import weights_directory
-from finetune.model.structure import packed
 
 HeldWeights = dict[str, nn.Parameter]
 """The packed weights of a base, or the matrices of one in 16 bit, by name."""

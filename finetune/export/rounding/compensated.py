@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import torch
 
-from finetune.model.structure.block_fields import BlockFields, Grid
-from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat, nearest, values
+from finetune.forms.block_fields import BlockFields, Grid
+from finetune.forms.block_formats import BLOCK_FORMATS, BlockFormat, nearest, values
 
 DAMPING = 0.01
 """What is added to the diagonal of a Hessian, relative to its mean (section 3.3, step 3)."""

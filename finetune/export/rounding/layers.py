@@ -19,8 +19,9 @@ from torch import nn
 from finetune.export.rounding.inputs import InputSums
 from finetune.export.rounding.matrices import rounded
 from finetune.export.rounding.part_files import PartFiles, RoundedPart, parts_of
+from finetune.forms import packed
 from finetune.model.recompute import checkpointing
-from finetune.model.structure import packed, streamed
+from finetune.model.structure import streamed
 from finetune.runtime import libraries, patches
 
 TOKENS_AT_ONCE = 2048

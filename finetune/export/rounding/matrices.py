@@ -10,9 +10,9 @@ import torch
 from finetune.errors import ArtifactError
 from finetune.export.rounding.compensated import compensated
 from finetune.export.rounding.inputs import InputSums, Key
-from finetune.model.structure import packed
-from finetune.model.structure.block_fields import BytesAndScales
-from finetune.model.structure.block_formats import BLOCK_FORMATS
+from finetune.forms import packed
+from finetune.forms.block_fields import BytesAndScales
+from finetune.forms.block_formats import BLOCK_FORMATS
 
 TOKENS_PER_COLUMN = 1 / 8
 """Tokens for each column from which on errors are made up for.

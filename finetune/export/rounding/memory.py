@@ -9,7 +9,7 @@ import torch
 
 from finetune.export.rounding.layers import TOKENS_AT_ONCE
 from finetune.export.rounding.part_files import RoundedPart
-from finetune.model.structure import packed
+from finetune.forms import packed
 
 _FLOAT = torch.float32.itemsize
 # Layers whose input is what others of the same module computed; others of a module share one input.

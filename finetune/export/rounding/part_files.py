@@ -12,8 +12,9 @@ from safetensors import safe_open
 from torch import nn
 
 from finetune.export.rounding.matrices import RoundedWeight
+from finetune.forms import packed
 from finetune.model.recompute import checkpointing
-from finetune.model.structure import experts, packed
+from finetune.model.structure import experts
 from finetune.storage import weight_files
 
 

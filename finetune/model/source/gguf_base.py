@@ -2,7 +2,7 @@
 
 What a GGUF file stores of a quantized weight stays as it is, so that a job trains on the very values that llama.cpp
 computes with; rows return to transformers' order, which blocks along columns allow. The folder is what other bases
-are that are published in a packed form (`structure.packed`): nothing else has to know about GGUF files.
+are that are published in a packed form (`forms.packed`): nothing else has to know about GGUF files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bases that are published with quantized weights: which are kept in that form, and which are refused.
 
-A job keeps MXFP4, NVFP4 and block-wise FP8 as they are (`structure.packed`), and refuses other forms before anything
+A job keeps MXFP4, NVFP4 and block-wise FP8 as they are (`forms.packed`), and refuses other forms before anything
 else is read: it can neither train on such weights nor merge into them.
 """
 
@@ -62,7 +62,7 @@ def form(architecture: Any) -> str | None:
 
 
 def main_form(architecture: Any) -> str | None:
-    """The form (of `structure.packed`) that most weights are published in; None if that is 16 bit."""
+    """The form (of `forms.packed`) that most weights are published in; None if that is 16 bit."""
     if (known := form(architecture)) != "gguf":
         return known
     forms = Counter(_given(architecture)["modules_to_convert"].values())

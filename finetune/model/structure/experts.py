@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.model.structure.packed import packing_of
+from finetune.forms.packed import packing_of
 from finetune.runtime import patches
 
 _ROUTER_CLASS = re.compile("Router|TopKGating")

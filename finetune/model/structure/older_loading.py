@@ -10,7 +10,7 @@ import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
-from finetune.model.structure import packed
+from finetune.forms import packed
 
 IS_OLDER = not hasattr(HfQuantizer, "get_load_operations")
 

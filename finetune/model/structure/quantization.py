@@ -92,7 +92,7 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
     """
     import transformers
 
-    from finetune.model.structure import packed
+    from finetune.forms import packed
 
     kind = QUANTIZATIONS[section.kind]
     if kind.packed or published:

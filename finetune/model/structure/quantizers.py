@@ -1,6 +1,6 @@
 """transformers' quantizers, extended to experts, but excluding routers and weights that are read directly.
 
-Those of packed weights (`structure.packed`) keep the bytes of a base that is published so, or make them from its
+Those of packed weights (`forms.packed`) keep the bytes of a base that is published so, or make them from its
 16-bit weights.
 
 This module imports transformers, so import it only where weights are loaded.
@@ -33,18 +33,10 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from finetune.config.field_types import shown
 from finetune.errors import ArtifactError
+from finetune.forms import packed
+from finetune.forms.block_formats import BLOCK_FORMATS
 from finetune.model.source import gguf_base
-from finetune.model.structure import (
-    composite,
-    eight_bit,
-    experts,
-    linear_layers,
-    older_loading,
-    packed,
-    recipes,
-    sequence_head,
-)
-from finetune.model.structure.block_formats import BLOCK_FORMATS
+from finetune.model.structure import composite, eight_bit, experts, linear_layers, older_loading, recipes, sequence_head
 from finetune.runtime import libraries, patches
 from finetune.storage import weight_files
 

@@ -19,7 +19,8 @@ from safetensors import safe_open
 from torch import nn
 
 from finetune.errors import ArtifactError
-from finetune.model.structure import packed, sequence_head
+from finetune.forms import packed
+from finetune.model.structure import sequence_head
 from finetune.storage import weight_files
 
 _SCALES = ("_scale", "_scale_inv")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from finetune.errors import ConfigError
-from finetune.model.structure import float_blocks, packed
+from finetune.forms import float_blocks, packed
 
 Tensors = Mapping[str, torch.Tensor]
 

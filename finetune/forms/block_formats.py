@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from finetune.model.structure import float_blocks, k_quants, small_blocks
-from finetune.model.structure.block_fields import BlockFields, BytesAndScales, Grid, is_linear
+from finetune.forms import float_blocks, k_quants, small_blocks
+from finetune.forms.block_fields import BlockFields, BytesAndScales, Grid, is_linear
 
 
 @dataclass(frozen=True)

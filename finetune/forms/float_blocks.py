@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from finetune.model.structure import scale_search
-from finetune.model.structure.block_fields import (
+from finetune.forms import scale_search
+from finetune.forms.block_fields import (
     BlockFields,
     BytesAndScales,
     Grid,

@@ -22,10 +22,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from finetune.model.structure import block_formats, float_blocks
-from finetune.model.structure.block_fields import BlockFields
-from finetune.model.structure.block_formats import BLOCK_FORMATS
-from finetune.model.structure.float_blocks import FACTOR_BYTES, FP8_ROWS, power_of_two
+from finetune.forms import block_formats, float_blocks
+from finetune.forms.block_fields import BlockFields
+from finetune.forms.block_formats import BLOCK_FORMATS
+from finetune.forms.float_blocks import FACTOR_BYTES, FP8_ROWS, power_of_two
 
 # Values that are converted at a time, so that intermediate results stay small beside the weights.
 _PART = 2**24

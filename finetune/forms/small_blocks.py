@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from finetune.model.structure import k_quants, scale_search
-from finetune.model.structure.block_fields import (
+from finetune.forms import k_quants, scale_search
+from finetune.forms.block_fields import (
     BlockFields,
     BytesAndScales,
     Grid,

@@ -11,8 +11,8 @@ import torch
 from gguf import GGMLQuantizationType as Types
 
 from finetune.export.gguf import gguf_recipes
-from finetune.model.structure import block_formats, packed
-from finetune.model.structure.block_formats import BLOCK_FORMATS
+from finetune.forms import block_formats, packed
+from finetune.forms.block_formats import BLOCK_FORMATS
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
 
