@@ -666,11 +666,11 @@ def step_settings(setting: Setting) -> list[Any]:
     import torch
     from measured_step import STEPS, by_row, shared
 
+    from finetune.data import vision
     from finetune.data.batching import Sizes, worst_batches
     from finetune.forecast import devices
     from finetune.forecast.traced_step import StepSetting
     from finetune.model.attention import backends
-    from finetune.model.source import vision
     from finetune.model.source.tokenizer import load_tokenizer
     from finetune.training.collator import micro_batching
 

@@ -45,6 +45,7 @@ from torch.utils._pytree import tree_leaves
 from finetune.choices import CHOICES
 from finetune.config import Config
 from finetune.data import images as row_images
+from finetune.data import vision
 from finetune.data.batching import RowOrder
 from finetune.data.encoded import RowLayout
 from finetune.data.prepare import Counts, Prepared
@@ -53,7 +54,6 @@ from finetune.model import build
 from finetune.model.adapters import published
 from finetune.model.adapters.adapter import attach
 from finetune.model.attention import caches
-from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES
 from finetune.runtime import libraries, ranks

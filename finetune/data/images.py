@@ -33,7 +33,7 @@ from finetune.errors import DataError
 if TYPE_CHECKING:
     import torch
 
-    from finetune.model.source.vision import Vision
+    from finetune.data.vision import Vision
 
 COLUMNS = ("images", "image")
 """The fields of a row that may have its images."""
@@ -448,7 +448,7 @@ class ShownImages:
         rows = [list(map(vars, self.rows[number])) for number in numbers] if self.rows else []
         if self.vision is None or not any(rows):
             return {}
-        from finetune.model.source.vision import joined
+        from finetune.data.vision import joined
 
         seen = joined([processed(row, self.vision) for row in rows])
         return {**self.vision.types(ids), **{name: value.to(ids.device) for name, value in seen.items()}}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from finetune.config import Config, DataSection, TrainingSection, loaded
-from finetune.data import chat, fingerprint, formats, images, sources
+from finetune.data import chat, fingerprint, formats, images, sources, vision
 from finetune.data.batching import LargestBatch, MicroBatching, RowOrder, Sizes, epoch, longest_first, worst_batches
 from finetune.data.encoded import DESIRABLE, IGNORE, IMAGES, MISMATCHED, RowLayout, Segment, segments_of
 from finetune.data.examples import RowError
@@ -24,7 +24,6 @@ from finetune.errors import ArtifactError
 from finetune.model import bounds
 from finetune.model.base import load_architecture
 from finetune.model.source import chat_template as template
-from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.storage.records import DataFacts, Sample, SampleImage, SplitFacts, TokenText

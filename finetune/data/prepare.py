@@ -24,7 +24,7 @@ from finetune.data.splits import SplitUse
 from finetune.errors import ArtifactError, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from finetune.model.source.vision import Vision
+    from finetune.data.vision import Vision
 
 ROWS_TO_JUDGE = 10
 """Fewest different held-out rows whose loss chooses an adapter; that of fewer depends more on the rows than on it."""

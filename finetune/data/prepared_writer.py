@@ -70,7 +70,7 @@ from finetune.data.tokenizing import TooMuchText
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
-    from finetune.model.source.vision import Vision
+    from finetune.data.vision import Vision
 
 # Increment with any change to the code that changes the prepared rows or the fields of their counts, to invalidate
 # existing cache entries: versions of this package may share a cache, and an earlier one does not know new fields.

@@ -12,7 +12,7 @@ from typing import Any
 from finetune.choices import config_of
 from finetune.config import Config, OutputSection, serving
 from finetune.config.field_types import pick
-from finetune.data import prepare
+from finetune.data import prepare, vision
 from finetune.data.examples import learnt
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import finished_run, proof, server_commands, staging, upload
@@ -23,7 +23,6 @@ from finetune.export.merging import merge as merging
 from finetune.export.rounding import rounded_run
 from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.model.base import load_architecture
-from finetune.model.source import vision
 from finetune.model.source.locate import locate
 from finetune.report.terminal import Terminal, note_beside_output
 from finetune.runtime import libraries

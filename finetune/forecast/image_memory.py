@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from finetune.data.batching import LargestBatch, area
+from finetune.data.vision import Vision
 from finetune.forecast.job_forecast import Forecast
-from finetune.model.source.vision import Vision
 
 _LEAST_EDGE, _MOST_EDGE = 64, 8192  # pixels
 # The ratio of one tried edge to the next: a quarter of an octave.

@@ -24,6 +24,7 @@ from finetune import kernels, objectives
 from finetune.config import AdapterSection, Config, MemorySection
 from finetune.data.batching import LargestBatch, per_step
 from finetune.data.encoded import IMAGES, SEEN
+from finetune.data.vision import Vision
 from finetune.errors import FinetuneError, ForecastError, first_line
 from finetune.forecast import depth, device_paths, fake_ranks
 from finetune.forecast.devices import Device
@@ -43,7 +44,6 @@ from finetune.model.distributed.placement import Placement
 from finetune.model.probes.causality import needs_mask
 from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture
-from finetune.model.source.vision import Vision
 from finetune.model.structure import experts
 from finetune.objectives import log_probs
 from finetune.training import optimizers, reference_scores, strategies

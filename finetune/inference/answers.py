@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from finetune.config import Config
-from finetune.data import examples
+from finetune.data import examples, vision
 from finetune.data.prepare import Question, questions
 from finetune.errors import ArtifactError, FinetuneError, first_line
 from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
 from finetune.model import bounds
 from finetune.model.precision import autocast
-from finetune.model.source import vision
 from finetune.runtime import ranks
 from finetune.runtime.stages import stage
 from finetune.storage.files import write_json

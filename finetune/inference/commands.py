@@ -17,12 +17,12 @@ from finetune.data.examples import Example, RowError
 from finetune.data.fields import text
 from finetune.data.messages import conversation, read_messages
 from finetune.data.problems import Problems
+from finetune.data.vision import Vision
 from finetune.errors import ConfigError, DataError
 from finetune.inference import chat_session
 from finetune.inference.answer_settings import Settings
 from finetune.inference.jobs import UNRECORDED, ready, system_of, vision_of, with_images
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.model.source.vision import Vision
 from finetune.report import words
 from finetune.report.terminal import note_beside_output
 from finetune.report.visible import LINES, visible

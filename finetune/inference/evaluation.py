@@ -24,6 +24,7 @@ from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import shown
 from finetune.data.prepare import Question
+from finetune.data.vision import Vision
 from finetune.errors import ConfigError, DataError, NumbersError
 from finetune.export.export_formats import FORMATS
 from finetune.inference import generation
@@ -38,7 +39,6 @@ from finetune.inference.tasks import Tasks
 from finetune.lifecycle.failures import blaming_base
 from finetune.model import bounds
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.model.source.vision import Vision
 from finetune.objectives import OBJECTIVES
 from finetune.report import page
 from finetune.report.scores import Scores

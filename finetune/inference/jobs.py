@@ -11,7 +11,7 @@ from typing import Any
 from finetune.choices import config_of
 from finetune.config import Config
 from finetune.config.field_types import pick, shown
-from finetune.data import examples, images
+from finetune.data import examples, images, vision
 from finetune.errors import ConfigError, DataError
 from finetune.export import finished_run, served_model
 from finetune.inference import generation
@@ -22,7 +22,6 @@ from finetune.model import bounds, build
 from finetune.model.adapters import adapter_files
 from finetune.model.attention import caches
 from finetune.model.base import load_architecture
-from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import note_beside_output
 from finetune.runtime import libraries

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from finetune.config import AdapterSection, Config, DataSection, ModelSection, named
-from finetune.data import fingerprint
+from finetune.data import fingerprint, vision
 from finetune.data.prepare import Prepared, check_ids, prepare
+from finetune.data.vision import Vision
 from finetune.errors import ConfigError, DataError
 from finetune.export import publish
 from finetune.forecast import devices, measured
@@ -26,9 +27,7 @@ from finetune.model.attention import backends
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.distributed import context
-from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.model.source.vision import Vision
 from finetune.model.structure.experts import Mixture
 from finetune.model.structure.quantization import with_kind
 from finetune.objectives import contract, trial

@@ -19,9 +19,10 @@ import torch
 from finetune import objectives
 from finetune.config import Config, TrainingSection, contradictions, dump, explained, loaded
 from finetune.config.field_types import LEVELS
-from finetune.data import batching, prepare, sources
+from finetune.data import batching, prepare, sources, vision
 from finetune.data.batching import LargestBatch, MicroBatching, RowOrder, Sizes
 from finetune.data.prepare import Prepared
+from finetune.data.vision import Vision
 from finetune.errors import ArtifactError, ConfigError, ForecastError
 from finetune.forecast import devices, file_sizes, image_memory, job_forecast
 from finetune.forecast.cache import Kept
@@ -37,10 +38,9 @@ from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture
 from finetune.model.distributed import context
 from finetune.model.recompute import checkpointing
-from finetune.model.source import catalog, vision
+from finetune.model.source import catalog
 from finetune.model.source.locate import at_hand
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.model.source.vision import Vision
 from finetune.model.structure.quantization import LEAST_FIRST, with_kind
 from finetune.objectives import contract
 from finetune.resolve import by_length

@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 
 from finetune import objectives
+from finetune.data import vision
 from finetune.data.batching import MicroBatching, RowOrder, Sizes
 from finetune.measure import snapshots
 from finetune.model.precision import autocast
 from finetune.model.probes import causality
 from finetune.model.recompute.checkpointing import ByLength
-from finetune.model.source import identity, vision
+from finetune.model.source import identity
 from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.device import require_default_stream
 from finetune.training import optimizers, probe_table, schedules, strategies

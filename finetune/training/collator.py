@@ -16,12 +16,11 @@ import numpy as np
 import torch
 
 from finetune.config import Config
-from finetune.data import images
+from finetune.data import images, vision
 from finetune.data.batching import MicroBatching, area, micro_batches
 from finetune.data.encoded import IGNORE, IMAGES, MISMATCHED, ONE_SEQUENCE, SEEN, TEACHER, lengths_of
+from finetune.data.vision import Vision
 from finetune.model.attention import packing
-from finetune.model.source import vision
-from finetune.model.source.vision import Vision
 from finetune.objectives import MODEL_INPUTS, layout_of
 
 Inputs = dict[str, Any]

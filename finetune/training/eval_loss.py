@@ -17,6 +17,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from finetune.config import Config
+from finetune.data import vision
 from finetune.data.batching import MicroBatching, Sizes, micro_batches
 from finetune.data.encoded import columns
 from finetune.errors import OutOfMemoryError
@@ -25,7 +26,6 @@ from finetune.model.attention import packing
 from finetune.model.distributed.placement import release_gathered
 from finetune.model.precision import autocast
 from finetune.model.probes.causality import capability_of, needs_mask
-from finetune.model.source import vision
 from finetune.objectives import OBJECTIVES, Objective, log_probs
 from finetune.runtime import ranks
 from finetune.runtime.libraries import without_cudnn_attention

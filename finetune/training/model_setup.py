@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from finetune import kernels
+from finetune.data import vision
 from finetune.errors import ConfigError, MachineError
 from finetune.kernels import compiled
 from finetune.model.adapters.adapter import casts_by_autocast
 from finetune.model.distributed import context
 from finetune.model.precision import autocast
-from finetune.model.source import vision
 from finetune.objectives import log_probs
 from finetune.runtime import libraries, ranks
 from finetune.training import probe_table

@@ -15,12 +15,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from finetune.config import Config
+from finetune.data.vision import Vision
 from finetune.errors import MachineError
 from finetune.kernels import KERNELS, Attached, self_test
 from finetune.model.attention import packing
 from finetune.model.distributed import context
 from finetune.model.probes import causality, marker, packed_rows, seeing, split_rows
-from finetune.model.source.vision import Vision
 from finetune.objectives import contract, log_probs
 
 LOSS = "loss"

@@ -20,16 +20,15 @@ from PIL import Image
 from seeing import encoded
 
 from finetune.config import DataSection, ModelSection
-from finetune.data import formats, images, in_memory
+from finetune.data import formats, images, in_memory, vision
 from finetune.data.counts import TOO_LONG
 from finetune.data.encoded import RowImage
 from finetune.data.examples import Chat, RowError
 from finetune.data.prepare import Prepared, prepare
+from finetune.data.vision import Vision, of
 from finetune.errors import ConfigError, DataError, MachineError
 from finetune.model.base import load_architecture
-from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.model.source.vision import Vision, of
 
 SIZES = 60
 

@@ -26,13 +26,12 @@ from seeing import encoded
 import finetune
 from finetune.choices import load_config
 from finetune.config import Config
-from finetune.data import images
+from finetune.data import images, vision
 from finetune.data.encoded import RowImage
 from finetune.data.examples import Chat, RowError
 from finetune.data.problems import LIMIT, BadRows
 from finetune.errors import ConfigError, DataError
 from finetune.model.base import load_architecture
-from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 
 GREY, NOISE = Image.new("L", (20, 20)), Image.effect_noise((64, 64), 50)

@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import finetune
 from finetune.config import Config
 from finetune.data.batching import LargestBatch
+from finetune.data.vision import Vision
 from finetune.errors import ForecastError
 from finetune.forecast import device_paths, image_memory
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.known_values import KnownValues
 from finetune.forecast.trace_recorder import Answers, TraceRecorder
-from finetune.model.source.vision import Vision
 from finetune.resolve import planning
 
 

@@ -14,7 +14,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from finetune.data.batching import MicroBatching
 from finetune.data.cache import digest_of
 from finetune.data.encoded import IGNORE, IMAGES, SEEN, RowImage, RowLayout
-from finetune.model.source.vision import FAMILIES, Vision
+from finetune.data.vision import FAMILIES, Vision
 from finetune.objectives.kto import LABELLED
 from finetune.objectives.preference import PAIRS
 from finetune.training.collator import Idle, Inputs, MicroBatches, first_row, split

@@ -25,13 +25,13 @@ from transformers import AutoModelForImageTextToText
 
 import finetune
 from finetune.config import dump
+from finetune.data import vision as base_vision
 from finetune.data.encoded import IMAGES
+from finetune.data.vision import PIXELS
 from finetune.errors import ArtifactError
 from finetune.model.base import load_architecture
 from finetune.model.probes import seeing as seeing_probe
-from finetune.model.source import vision as base_vision
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.model.source.vision import PIXELS
 from finetune.objectives import MODEL_INPUTS
 from finetune.storage.rundir import RunDirectory
 from finetune.training.batches import one_ahead

@@ -20,7 +20,7 @@ import torch
 
 from finetune.config import Config
 from finetune.config.field_types import pick
-from finetune.data import fingerprint
+from finetune.data import fingerprint, vision
 from finetune.data import prepare as data_prepare
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import finished_run, proof, staging
@@ -29,7 +29,7 @@ from finetune.export.export_formats import FORMATS
 from finetune.export.merging import merged_files
 from finetune.export.merging.bases import ONTO, Bases, Merging, Onto
 from finetune.model.base import load_architecture
-from finetune.model.source import file_hashes, identity, prequantized, vision
+from finetune.model.source import file_hashes, identity, prequantized
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import sequence_head
 from finetune.runtime import libraries

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from finetune.data.vision import Vision
 from finetune.errors import MachineError
 from finetune.export.merging.bases import Bases, Merging
 from finetune.model.source import chat_template
 from finetune.model.source.locate import IMAGE_PROCESSORS
-from finetune.model.source.vision import Vision
 from finetune.model.structure import sequence_head, streamed
 from finetune.storage import weight_files
 from finetune.storage.files import amount, write_json

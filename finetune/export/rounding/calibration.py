@@ -12,8 +12,8 @@ from finetune.config import DataSection
 from finetune.data import prepare
 from finetune.data.encoded import IMAGES
 from finetune.data.rows import RowTable
+from finetune.data.vision import Vision
 from finetune.errors import DataError
-from finetune.model.source.vision import Vision
 
 TOKENS = 2**16
 """Tokens that are enough: of the built-in base, four times as many or as few kept the same share of the gain."""

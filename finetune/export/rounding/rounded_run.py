@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from finetune.config import Config, QuantizationSection, TrainingSection
+from finetune.data import vision
 from finetune.errors import MachineError
 from finetune.export.conversion import Conversion
 from finetune.export.rounding import calibration, memory, part_files
@@ -21,7 +22,7 @@ from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import make_buffers
-from finetune.model.source import file_hashes, vision
+from finetune.model.source import file_hashes
 from finetune.model.structure import streamed
 from finetune.storage.files import amount, not_written, staged, write_json
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from finetune import recipe
 from finetune.config import AdapterSection, Config, TrainingSection
-from finetune.data import fingerprint, prepare
+from finetune.data import fingerprint, prepare, vision
 from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, NumbersError, OutOfMemoryError, first_line
 from finetune.extras.sweeps import grid, halving
@@ -32,7 +32,6 @@ from finetune.model import bounds, build, precision
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.resident import ResidentBase
-from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import words
 from finetune.report.figures import Figures

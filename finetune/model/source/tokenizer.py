@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from finetune.config import DataSection, ModelSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model.source import catalog, vision
+from finetune.model.source import catalog
 from finetune.model.source import chat_template as template
-from finetune.model.source.locate import BUILTIN_BASE, hub_call, locate_tokenizer, pinned_code
+from finetune.model.source.locate import BUILTIN_BASE, hub_call, locate, locate_tokenizer, pinned_code
 
 
 def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> Any:
@@ -44,13 +45,24 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
     data = DataSection() if data is None else data
     given = tokenizer.chat_template
     if own and section.vision != "none":  # older checkpoints have one of their own for rows with images
-        given = vision.chat_template(section) or given
+        given = processor_settings(section).get("chat_template") or given
     chosen = template.choose(data.chat_template, given)
     template.check(chosen)
     tokenizer.chat_template = template.with_defaults(chosen, data.template_arguments)
     tokenizer.padding_side = "right"
     _add(tokenizer, data.new_tokens)
     return tokenizer
+
+
+def processor_settings(section: ModelSection) -> Mapping[str, Any]:
+    """What the file of the base's processor says, beside its image processor."""
+    from transformers import ProcessorMixin
+
+    def load() -> Any:
+        return ProcessorMixin.get_processor_dict(locate(section.name), revision=section.revision)[0]
+
+    settings: Mapping[str, Any] = hub_call(f"the processor of `{section.name}`", load)
+    return settings
 
 
 def _add(tokenizer: Any, tokens: list[str]) -> None:

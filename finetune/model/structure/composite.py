@@ -12,7 +12,8 @@ import functools
 import re
 from typing import Any
 
-from finetune.model.source import catalog, vision
+from finetune.errors import ConfigError
+from finetune.model.source import catalog
 from finetune.model.structure import linear_layers, sequence_head
 
 _MARK = "_without_the_models_beside_its_language_model"
@@ -26,11 +27,22 @@ def loader(architecture: Any, *, whole: bool = False) -> Any:
     from transformers import AutoModelForCausalLM
 
     if whole:
-        return vision.model_class(architecture)
+        return seeing_class(architecture)
     if sequence_head.is_wanted(architecture):
         return sequence_head.loader(architecture)
     known = catalog.model_class(architecture)
     return _language_alone(known) if catalog.is_whole(architecture, known) else AutoModelForCausalLM
+
+
+def seeing_class(architecture: Any) -> Any:
+    """transformers' class of the whole model of `architecture`. Raises ConfigError for one that sees no images."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as known
+
+    if "vision_config" not in architecture.sub_configs or type(architecture) not in known:
+        raise ConfigError(
+            f"`model.vision`: transformers has no model of type `{architecture.model_type}` that sees; set `none`"
+        )
+    return known[type(architecture)]
 
 
 def from_config(architecture: Any, *, whole: bool = False, **arguments: Any) -> Any:

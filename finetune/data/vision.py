@@ -20,6 +20,8 @@ import torch
 from finetune.config import Config, ModelSection
 from finetune.errors import ArtifactError, ConfigError, MachineError, first_line
 from finetune.model.source.locate import hub_call, locate
+from finetune.model.source.tokenizer import processor_settings
+from finetune.model.structure import composite
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Vision:
     def __init__(self, processor: Any, architecture: Any, family: VisionFamily) -> None:
         self._processor, self._family = processor, family
         self._kind = architecture.model_type
-        self._arguments = inspect.signature(model_class(architecture).forward).parameters
+        self._arguments = inspect.signature(composite.seeing_class(architecture).forward).parameters
         self._options = processor._merge_kwargs()["images_kwargs"] | {"return_tensors": "pt"}  # noqa: SLF001
         self.mark: str = processor.image_token
         vocabulary = processor.tokenizer.get_vocab()
@@ -261,17 +263,6 @@ def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
-def model_class(architecture: Any) -> Any:
-    """transformers' class of the whole model of `architecture`. Raises ConfigError for one that sees no images."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as known
-
-    if "vision_config" not in architecture.sub_configs or type(architecture) not in known:
-        raise ConfigError(
-            f"`model.vision`: transformers has no model of type `{architecture.model_type}` that sees; set `none`"
-        )
-    return known[type(architecture)]
-
-
 def of(config: Config, architecture: Any, tokenizer: Any) -> Vision | None:
     """The vision of a job; None if it trains on rows of text alone.
 
@@ -280,7 +271,7 @@ def of(config: Config, architecture: Any, tokenizer: Any) -> Vision | None:
     """
     if config.model.vision == "none":
         return None
-    model_class(architecture)
+    composite.seeing_class(architecture)
     _refuse_older()
     section, pixels = config.model, config.data.image_pixels
     family = FAMILIES.get(architecture.model_type, VisionFamily())
@@ -313,7 +304,7 @@ def _processor(section: ModelSection, architecture: Any, family: VisionFamily, i
 
     Those of films need torchvision. Raises MachineError where that of images does, too.
     """
-    known, settings = _processor_class(architecture, family), _settings(section)
+    known, settings = _processor_class(architecture, family), processor_settings(section)
     try:
         parts = dict.fromkeys(known.get_attributes()) | {"image_processor": images, "tokenizer": Unchanged(tokenizer)}
         names = inspect.signature(known.__init__).parameters.keys() - parts.keys()
@@ -378,19 +369,3 @@ def _image_processor(section: ModelSection, **changed: Any) -> Any:
             ) from None
 
     return hub_call(f"the image processor of `{section.name}`", load)
-
-
-def _settings(section: ModelSection) -> Mapping[str, Any]:
-    """What the file of the base's processor says, beside its image processor."""
-    from transformers import ProcessorMixin
-
-    def load() -> Any:
-        return ProcessorMixin.get_processor_dict(locate(section.name), revision=section.revision)[0]
-
-    settings: Mapping[str, Any] = hub_call(f"the processor of `{section.name}`", load)
-    return settings
-
-
-def chat_template(section: ModelSection) -> str | None:
-    """The chat template of the base's processor, which older checkpoints have beside that of the tokenizer."""
-    return _settings(section).get("chat_template")
