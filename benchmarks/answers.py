@@ -39,8 +39,8 @@ def speed(name: str) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-    from finetune.inference.answer_settings import Settings
-    from finetune.inference.generation import answers
+    from finetune.generation.answering import answers
+    from finetune.generation.settings import Settings
     from finetune.model.source.locate import BUILTIN_BASE, locate
 
     torch.set_num_threads(2)
@@ -122,7 +122,7 @@ def main() -> None:
         print(json.dumps({"speed": speed, "memory": memory}[what](*names)))
         return
     options = harness.parser(__doc__, "answers.json").parse_args()
-    from finetune.model.attention.caches import CACHES
+    from finetune.generation.caches import CACHES
 
     speeds = [_asked("speed", name) for name in ("builtin", "random")]
     sizes = [row for name in ARCHITECTURES for cache in CACHES if (row := _asked("memory", name, cache))]

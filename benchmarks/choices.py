@@ -102,11 +102,11 @@ def trained(setting: Setting) -> dict[str, Any]:
 
     import finetune
     from finetune.errors import NumbersError
-    from finetune.inference import answers
     from finetune.report.terminal import Terminal
+    from finetune.training import sample_answers
 
     torch.set_num_threads(1)
-    answers._TOKENS = 1  # sample answers are not what is compared
+    sample_answers.TOKENS = 1  # sample answers are not what is compared
     with tempfile.TemporaryDirectory(prefix="choices-") as folder:
         run, started = Path(folder) / "run", time.process_time()
         config = harness.ROOT / "configs" / "tiny_cpu.yaml"

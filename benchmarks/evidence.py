@@ -122,10 +122,10 @@ def measure(part: Part, into: dict[str, Any], scratch: Path) -> Iterator[None]:
     """Add the losses that are missing, by setting, rate and seed, and the CPU seconds; yields after each setting."""
     import torch
 
-    from finetune.inference import answers
+    from finetune.training import sample_answers
 
     torch.set_num_threads(1)
-    answers._TOKENS = 1  # sample answers are not what is compared
+    sample_answers.TOKENS = 1  # sample answers are not what is compared
     started, before = time.process_time(), into["cpu_seconds"]
     for name, setting in part.settings.items():
         losses = into["losses"].setdefault(name, {})
@@ -253,7 +253,7 @@ def _write(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def interval(values: Sequence[float]) -> dict[str, float]:
     """The mean of one value a seed with its 95% interval."""
-    from finetune.inference.intervals import half_width
+    from finetune.evaluation.intervals import half_width
 
     half = half_width(values)
     mean = statistics.fmean(values)

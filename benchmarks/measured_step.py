@@ -49,11 +49,11 @@ from finetune.data import vision
 from finetune.data.batching import RowOrder
 from finetune.data.encoded import RowLayout
 from finetune.data.prepare import Counts, Prepared
+from finetune.generation import caches
 from finetune.measure.monitor import Monitor
 from finetune.model import build
 from finetune.model.adapters import published
 from finetune.model.adapters.adapter import attach
-from finetune.model.attention import caches
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES
 from finetune.runtime import libraries, ranks

@@ -31,11 +31,11 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from finetune import recipe
-from finetune.inference import answers
+from finetune.training import sample_answers
 from finetune.choices import load_config
 from finetune.training.checkpoints import Checkpoints
 
-answers._TOKENS = 1
+sample_answers.TOKENS = 1
 waited = []
 wait = Checkpoints.wait
 

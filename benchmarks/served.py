@@ -40,13 +40,13 @@ from finetune.config import Config
 from finetune.config.serving import SERVED
 from finetune.data import prepare, sources
 from finetune.data.encoded import IGNORE
+from finetune.evaluation import run_models
+from finetune.evaluation.intervals import half_width
 from finetune.export import compressed_export, finished_run, publish
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export, llama_cpp
 from finetune.export.rounding import rounded_run
 from finetune.forms import packed
-from finetune.inference import jobs
-from finetune.inference.intervals import half_width
 from finetune.model.source.locate import locate
 from finetune.model.structure import recipes
 from finetune.report.terminal import Terminal
@@ -138,7 +138,7 @@ def _on_nf4(way: Callable[[Trained, str], Served]) -> Callable[[Trained, str], S
             job.run.path.with_name(f"{job.run.path.name}-nf4"), job.settings, job.config.training.seed, "nf4"
         )
         config = config_of(run)
-        model, _ = jobs.model_of(run, config, "adapter")
+        model, _ = run_models.model_of(run, config, "adapter")
         merged = finished_run.load_merged(run, config.model, CPU, torch.float32)
         found = way(dataclasses.replace(job, run=run, config=config, merged=merged), kind)
         return dataclasses.replace(found, trained=model)
@@ -200,7 +200,7 @@ def _trained_for(job: Trained, kind: str, way: str) -> tuple[RunDirectory, Any]:
             "train", CONFIG, *job.settings, f"output.dir={run.path}", "output.merge=false", f"output.serve={kind}",
             f"training.seed={job.config.training.seed}", f"output.way={way}", threads=1,
         )  # fmt: skip
-    model, _ = jobs.model_of(run, config_of(run), "adapter")
+    model, _ = run_models.model_of(run, config_of(run), "adapter")
     return run, model
 
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from finetune.choices import load_config as load_config
     from finetune.config import Config as Config
     from finetune.errors import FinetuneError as FinetuneError
+    from finetune.evaluation.evaluate import evaluate as evaluate
+    from finetune.evaluation.run_models import generate as generate
     from finetune.export.publish import export_model as export_model
     from finetune.export.publish import merge as merge
-    from finetune.inference.evaluation import evaluate as evaluate
-    from finetune.inference.jobs import generate as generate
     from finetune.objectives import Objective as Objective
     from finetune.report.result import Result as Result
     from finetune.storage.rundir import RunDirectory as RunDirectory
@@ -46,10 +46,10 @@ _HOMES = {
     "Result": "finetune.report.result",
     "RunDirectory": "finetune.storage.rundir",
     "compare": "finetune.api",
-    "evaluate": "finetune.inference.evaluation",
+    "evaluate": "finetune.evaluation.evaluate",
     "export_model": "finetune.export.publish",
     "fit": "finetune.api",
-    "generate": "finetune.inference.jobs",
+    "generate": "finetune.evaluation.run_models",
     "inspect_data": "finetune.api",
     "load_config": "finetune.choices",
     "merge": "finetune.export.publish",

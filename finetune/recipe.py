@@ -10,7 +10,6 @@ from finetune.config import Config
 from finetune.data.prepare import with_classes
 from finetune.export import publish
 from finetune.forecast import measured
-from finetune.inference import answers
 from finetune.lifecycle import opening, outcome, preparation, replan, resume, session
 from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
@@ -22,7 +21,7 @@ from finetune.report.result import Result
 from finetune.report.terminal import Terminal
 from finetune.runtime import libraries, ranks
 from finetune.storage.rundir import RunDirectory
-from finetune.training import learning_rate, strategies
+from finetune.training import learning_rate, sample_answers, strategies
 from finetune.training import run as training
 from finetune.training.callbacks import Callback
 from finetune.training.checks import check_shares
@@ -89,7 +88,7 @@ def train(
             provenance = opening.confirm_base(config, own, inputs, start, base, terminal.note)
             monitor.take_step()  # loading is reported once, not with the first step
             known = resident.computed if resident else None
-            answered = answers.before(base, inputs.tokenizer, config, own, terminal.note, known)
+            answered = sample_answers.before(base, inputs.tokenizer, config, own, terminal.note, known)
             model = build.trainable(
                 base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
                 seed=config.training.seed, device_type=device.type, placement=placement,
@@ -108,7 +107,7 @@ def train(
             measured.context(device, terminal.note)  # now that the kernels of a step are loaded
             job, forecast = replan.without_ruled_out(job, asked, kernels_off, forecast, terminal)
             config, ended = job.config, training.train(job)
-            answers.after(model, inputs.tokenizer, config, own, answered)
+            sample_answers.after(model, inputs.tokenizer, config, own, answered)
             tracked.answers(own)
             del base, model, job
 

@@ -35,12 +35,12 @@ with libraries.importing():  # as the command line does
     from finetune.choices import load_config
     from finetune.config import Config
     from finetune.forecast.cache import Kept
-    from finetune.inference import answers
     from finetune.model.source.locate import BUILTIN_BASE, locate
     from finetune.report import plots
     from finetune.storage.files import write_bytes
     from finetune.storage.rundir import RunDirectory
     from finetune.training import run as training_run
+    from finetune.training import sample_answers
     from finetune.training.job import TrainingJob
     from finetune.training.loop import Loop
 
@@ -124,7 +124,7 @@ def one_thread() -> None:
 def short_answers() -> Iterator[None]:
     """A few tokens of each sample answer: whole ones take most of the time of a run of seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answers, "_TOKENS", 4)
+        patch.setattr(sample_answers, "TOKENS", 4)
         yield
 
 
@@ -145,14 +145,14 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs without what takes a third of a short one and decides nothing: the plot, and sample answers."""
     monkeypatch.setattr(plots, "training", lambda run: write_bytes(run.plot_file, b""))
-    monkeypatch.setattr(answers, "_TOKENS", 1)
-    monkeypatch.setattr(answers, "_QUESTIONS", 0)
+    monkeypatch.setattr(sample_answers, "TOKENS", 1)
+    monkeypatch.setattr(sample_answers, "QUESTIONS", 0)
 
 
 @pytest.fixture
-def sample_answers(hurried: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_sample_answer(hurried: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A `hurried` run asks one question, before and after."""
-    monkeypatch.setattr(answers, "_QUESTIONS", 1)
+    monkeypatch.setattr(sample_answers, "QUESTIONS", 1)
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ import torch
 
 import finetune
 from finetune.config import Config
-from finetune.inference import answers
 from finetune.model.recompute import checkpointing
 from finetune.objectives import supervised
 from finetune.storage.rundir import RunDirectory
 from finetune.training import run as training
+from finetune.training import sample_answers
 from finetune.training.collator import Inputs
 from finetune.training.loop import Loop
 from finetune.training.recorder import StepCounts
@@ -39,7 +39,7 @@ def ready(config: Config) -> Loop:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loop, "run", stop)
         patch.setattr(training, "warm_up", lambda *given: {})  # leaves all as it was: test_largest_batch_first.py
-        patch.setattr(answers, "before", lambda *given: [])
+        patch.setattr(sample_answers, "before", lambda *given: [])
         with pytest.raises(_Ready) as stopped:
             finetune.train(config)
     loop: Loop = stopped.value.args[0]

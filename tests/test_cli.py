@@ -289,7 +289,7 @@ def test_a_forecast_notes_the_rows_that_were_missing(call, job: list[str]) -> No
 
 @pytest.mark.parametrize("prompt", [["--prompt=--foo.bar"], ["--prompt", "--foo.bar"]])
 def test_a_prompt_may_begin_with_dashes(call, prompt: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from finetune.inference import commands
+    from finetune.evaluation import commands
 
     asked = []
     monkeypatch.setattr(RunDirectory, "open", RunDirectory)
@@ -388,7 +388,7 @@ def test_eval_prints_a_table_or_what_eval_json_holds(
         assert expected in out
     made = json.loads(run.eval_file.read_text())
     assert made["settings"]["limit"] == 2
-    monkeypatch.setattr("finetune.inference.evaluation.evaluate", lambda *_, **__: Scores(made))
+    monkeypatch.setattr("finetune.evaluation.evaluate.evaluate", lambda *_, **__: Scores(made))
     code, out, _ = call("eval", run.path, "--json")
     assert json.loads(out) == made
     monkeypatch.undo()

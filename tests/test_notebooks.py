@@ -47,8 +47,8 @@ from finetune.runtime import libraries
 gc.collect()
 with libraries.importing():
     from finetune import recipe
-    from finetune.inference import answers
-answers._TOKENS = 2
+    from finetune.training import sample_answers
+sample_answers.TOKENS = 2
 """
 
 SHOWN = {

@@ -15,9 +15,9 @@ from jobs import sampled, write_rows
 import finetune
 from finetune.data.prepare import prepare
 from finetune.errors import ForecastError
+from finetune.evaluation import run_models
 from finetune.export.export_formats import FORMATS
 from finetune.extras.init import proposal
-from finetune.inference import jobs
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.resolve.planning import Planner
 from finetune.storage.rundir import RunDirectory
@@ -52,8 +52,8 @@ def test_what_is_asked_of_a_run_and_of_its_exports_is_what_was_trained(
 
     tokenizer = load_tokenizer(config.model)
     row = prepare(config.data, tokenizer).train[0]
-    asked = jobs.Ready(config, None, tokenizer, "completion").asked("What is 7?")
-    assert asked == jobs.examples.Completion(f"What is 7?{separator}", "")
+    asked = run_models.Ready(config, None, tokenizer, "completion").asked("What is 7?")
+    assert asked == run_models.examples.Completion(f"What is 7?{separator}", "")
     [prompt] = [ids for ids in (tokenizer(f"What is {n}?{separator}")["input_ids"] for n in range(60))
                 if ids == row["input_ids"][: len(ids)]]  # fmt: skip
     assert not any(label != -100 for label in row["labels"][: len(prompt)])

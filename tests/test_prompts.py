@@ -16,8 +16,9 @@ from messages import reported
 import finetune
 from finetune.data.examples import Chat, Completion, Message, shown
 from finetune.data.prepare import prepare
-from finetune.inference import answers, generation
+from finetune.generation import answering
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.training import sample_answers
 
 Rows = list[dict[str, Any]]
 
@@ -45,12 +46,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The tokens of each prompt that a model was asked, in place of its answers."""
     found: list[list[int]] = []
 
-    def said(model: Any, tokenizer: Any, prompts: list[list[int]], *_: Any, **__: Any) -> Iterator[generation.Answer]:
+    def said(model: Any, tokenizer: Any, prompts: list[list[int]], *_: Any, **__: Any) -> Iterator[answering.Answer]:
         found.extend(prompts)
-        return iter([generation.Answer("said", 1, ended=True)] * len(prompts))
+        return iter([answering.Answer("said", 1, ended=True)] * len(prompts))
 
-    monkeypatch.setattr(generation, "answers", said)
-    monkeypatch.setattr(answers, "_QUESTIONS", 3)  # which take no time here
+    monkeypatch.setattr(answering, "answers", said)
+    monkeypatch.setattr(sample_answers, "QUESTIONS", 3)  # which take no time here
     return found
 
 

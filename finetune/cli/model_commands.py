@@ -13,10 +13,10 @@ from finetune.cli import options
 from finetune.cli.output import importing, new_terminal, print_json, read_or_not
 from finetune.cli.program import command
 from finetune.config.field_types import pick
+from finetune.evaluation.metrics import METRICS
 from finetune.export.export_formats import FORMATS
 from finetune.export.gguf.gguf_types import TYPES, check
-from finetune.inference.answer_settings import Settings
-from finetune.inference.metrics import METRICS
+from finetune.generation.settings import Settings
 
 
 @command
@@ -94,7 +94,7 @@ def generate(
     """Answer prompts with the base, adapter or merged model. One as text, while it is made; several as JSON lines."""
     opened = finetune.RunDirectory.open(run)
     with importing(f"generate with {run}"):
-        from finetune.inference import commands
+        from finetune.evaluation import commands
     settings = Settings(**answers, batch_size=batch)
     commands.generate(
         opened, prompts or [], file, model, settings, as_json=as_json, system=system, shown=[*map(str, shown or ())],
@@ -114,7 +114,7 @@ def chat(
     """Converse with a run's model. /base, /adapter and /both say which answers, /help lists the commands."""
     opened = finetune.RunDirectory.open(run)
     with importing(f"chat with {run}"):
-        from finetune.inference import commands
+        from finetune.evaluation import commands
     commands.chat(opened, model, Settings(max_new_tokens, **answers), system=system, trust_remote_code=trust_code)
 
 

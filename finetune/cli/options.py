@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune.errors import ConfigError
-from finetune.model.attention.caches import CACHES
+from finetune.generation.caches import CACHES
 
 
 def path(text: str) -> Path:

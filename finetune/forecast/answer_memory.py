@@ -24,9 +24,10 @@ from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.replay import Replay, replayed
 from finetune.forecast.trace import CATEGORIES, Trace
 from finetune.forecast.trace_recorder import Answers, TraceRecorder
+from finetune.generation import caches
 from finetune.model import bounds, build, precision, served
 from finetune.model.adapters.adapter import attach
-from finetune.model.attention import backends, caches
+from finetune.model.attention import backends
 from finetune.model.base import load_architecture
 from finetune.runtime import libraries
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.export import server_commands
 from finetune.export.gguf import gguf_model, llama_cpp
-from finetune.inference.answer_settings import Settings
-from finetune.inference.generation import answers
+from finetune.generation.answering import answers
+from finetune.generation.settings import Settings
 from finetune.model.source import chat_template
 
 

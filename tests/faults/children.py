@@ -289,17 +289,16 @@ def _finetune(config: str) -> Any:
 
         import finetune.recipe  # noqa: F401 -- with all that it imports
         from finetune import cli
-        from finetune.inference import answers
         from finetune.model.distributed import zero
         from finetune.report import plots
         from finetune.storage.files import write_bytes
-        from finetune.training import reference_scores
+        from finetune.training import reference_scores, sample_answers
 
     if importlib.util.find_spec("deepspeed"):
         zero._imported(torch.device("cpu"))  # which else each rank of its tests imports
     torch.set_num_threads(1)
     # Several whole answers and the plot would take half the time of a run of seconds.
-    answers._TOKENS = answers._QUESTIONS = 1
+    sample_answers.TOKENS = sample_answers.QUESTIONS = 1
     reference_scores._KEPT_EVERY_SECONDS = 0.2  # a pass of seconds is kept in parts as well
     plots.training = lambda run: write_bytes(run.plot_file, b"")
     os.fsync = lambda descriptor: None  # as in conftest.py

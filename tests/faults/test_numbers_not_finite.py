@@ -45,7 +45,7 @@ def refused(tensor: str, use: Callable[[], object]) -> None:
         use()
 
 
-@pytest.mark.usefixtures("sample_answers")
+@pytest.mark.usefixtures("one_sample_answer")
 @pytest.mark.parametrize(
     ("tensor", "numbers", "job"),
     [

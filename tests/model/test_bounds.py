@@ -18,8 +18,8 @@ import finetune
 from finetune.choices import load_config
 from finetune.config import Config
 from finetune.errors import ArtifactError, ConfigError, DataError
-from finetune.inference.answer_settings import Settings
-from finetune.inference.generation import answers
+from finetune.generation.answering import answers
+from finetune.generation.settings import Settings
 from finetune.model import bounds
 from finetune.model.attention import backends
 from finetune.report.terminal import Terminal
@@ -78,7 +78,7 @@ class Notes(Terminal):
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # peft, of GPT-2's layers
 @pytest.mark.parametrize(("kind", "values"), sampled([("gpt2", GPT2), ("llama", LLAMA)], ("gpt2", GPT2)))
 def test_the_default_length_is_lowered_to_the_bases_positions_with_a_note(
-    make_base, long_rows, tmp_path, kind, values, sample_answers
+    make_base, long_rows, tmp_path, kind, values, one_sample_answer
 ) -> None:
     (tmp_path / "job.yaml").write_text("training: {precision: fp32}\nquantization: {kind: none}\n")
     job = [f"model.name={make_base(kind, values)}", f"data.train={long_rows}", "data.eval_share=0.5"]

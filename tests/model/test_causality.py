@@ -87,8 +87,8 @@ def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training(reques
 
     from finetune.config import Config, ModelSection
     from finetune.export import proof
-    from finetune.inference.answer_settings import Settings
-    from finetune.inference.generation import answers
+    from finetune.generation.answering import answers
+    from finetune.generation.settings import Settings
     from finetune.model.source.tokenizer import load_tokenizer
     from finetune.training.eval_loss import held_out_loss
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 import finetune
 from finetune.data.prepare import prepare, with_classes
 from finetune.errors import ArtifactError, ConfigError, DataError
-from finetune.inference.sequence_scores import _macro_f1
+from finetune.evaluation.sequence_scores import _macro_f1
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure import sequence_head
 from finetune.storage.rundir import RunDirectory

@@ -18,9 +18,9 @@ from finetune import cli
 from finetune.choices import load_config
 from finetune.config import Config
 from finetune.errors import ArtifactError
-from finetune.inference import answers
 from finetune.storage.files import write_lines
 from finetune.storage.rundir import RunDirectory
+from finetune.training import sample_answers
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_damaged_answers_do_not_stop_training_and_are_generated_again(
     run = RunDirectory(unfinished.output.dir)
     before = run.answers()
     run.answers_file.write_text(text)
-    monkeypatch.setattr(answers, "_QUESTIONS", len(before))
+    monkeypatch.setattr(sample_answers, "QUESTIONS", len(before))
     assert finetune.train(unfinished).run.steps_done == 4
     assert [(row["question"], row["before"]) for row in run.answers()] == [
         (row["question"], row["before"]) for row in before

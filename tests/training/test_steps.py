@@ -247,7 +247,7 @@ def test_the_trained_run_has_what_the_contract_lists_and_a_lower_held_out_loss(t
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("sample_answers")
+@pytest.mark.usefixtures("one_sample_answer")
 def test_tensorboard_gets_the_metrics_and_the_profiler_writes_a_trace(quick) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -25,13 +25,13 @@ from finetune.data.batching import MicroBatching
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, NumbersError
 from finetune.export import publish
 from finetune.extras.doctor import Status
-from finetune.inference import generation
-from finetune.inference.answer_settings import Settings
+from finetune.generation import answering
+from finetune.generation.caches import CACHES
+from finetune.generation.settings import Settings
 from finetune.kernels import self_test
 from finetune.model import base as bases
 from finetune.model import build, small_copy
 from finetune.model.adapters.adapter import casts_by_autocast
-from finetune.model.attention.caches import CACHES
 from finetune.model.precision import autocast
 from finetune.model.probes import causality, packed_rows
 from finetune.model.recompute import checkpointing
@@ -371,7 +371,7 @@ def _answers(copy: Copy) -> str:
     for name in CACHES:
         settings = Settings(max_new_tokens=_ANSWER_TOKENS, cache=name)
         try:
-            answered[name] = [one.text for one in generation.answers(model, copy.tokenizer, prompts, settings)]
+            answered[name] = [one.text for one in answering.answers(model, copy.tokenizer, prompts, settings)]
         except ConfigError as error:
             if name == "dynamic":
                 raise

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from finetune.inference.intervals import Measured, compared, half_width
+from finetune.evaluation.intervals import Measured, compared, half_width
 
 SettingScores = Mapping[str, np.ndarray]
 

@@ -24,7 +24,6 @@ from finetune import recipe
 from finetune.choices import load_config
 from finetune.errors import ConfigError, DataError, InUseError, OutOfMemoryError
 from finetune.extras.sweeps import grid, running
-from finetune.inference import answers
 from finetune.model import build
 from finetune.model.base import load_architecture
 from finetune.model.resident import ResidentBase
@@ -36,6 +35,7 @@ from finetune.storage import locks
 from finetune.storage.files import write_bytes
 from finetune.storage.rundir import RunDirectory
 from finetune.training import run as training_run
+from finetune.training import sample_answers
 from finetune.training.eval_loss import EvalLoss
 
 JOB = [
@@ -51,8 +51,8 @@ def _hurried() -> Iterator[None]:
     """As `hurried` and `unwarmed` of conftest.py, but also for the sweeps that several tests look at."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "training", lambda run: write_bytes(run.plot_file, b""))
-        patch.setattr(answers, "_TOKENS", 1)
-        patch.setattr(answers, "_QUESTIONS", 1)
+        patch.setattr(sample_answers, "TOKENS", 1)
+        patch.setattr(sample_answers, "QUESTIONS", 1)
         patch.setattr(training_run, "warm_up", lambda *_: {})
         yield
 
@@ -112,7 +112,7 @@ def test_members_are_lone_runs_to_the_bit_up_to_where_they_are_stopped(
 @pytest.mark.slow
 def test_the_base_answers_once_for_all_members(tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """And is evaluated once, with adapters that have yet to change it."""
-    replies, asked = answers._replies, []
+    replies, asked = sample_answers._replies, []
     loss, evaluated = EvalLoss.loss, []
 
     def count(model: Any, *given: Any) -> list[str]:
@@ -123,7 +123,7 @@ def test_the_base_answers_once_for_all_members(tmp_path: Path, job: list[str], m
         evaluated.append(given)
         return loss(evaluation, *given)
 
-    monkeypatch.setattr(answers, "_replies", count)
+    monkeypatch.setattr(sample_answers, "_replies", count)
     monkeypatch.setattr(EvalLoss, "loss", evaluate)
     arguments = [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"]
     table = running.sweep(TINY, arguments, {"training.learning_rate": ["1e-3", "3e-3"]})

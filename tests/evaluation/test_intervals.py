@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from finetune.inference.intervals import Measured, compared
+from finetune.evaluation.intervals import Measured, compared
 
 
 def test_an_interval_of_means_is_about_that_of_the_normal_distribution() -> None:

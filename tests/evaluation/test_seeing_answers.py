@@ -22,9 +22,9 @@ from transformers import AutoModelForImageTextToText
 import finetune
 from finetune.data import images
 from finetune.errors import ConfigError, DataError
-from finetune.inference import commands, jobs
-from finetune.inference.answer_settings import Settings
-from finetune.inference.chat_session import Conversation
+from finetune.evaluation import commands, run_models
+from finetune.evaluation.chat_session import Conversation
+from finetune.generation.settings import Settings
 from finetune.model.source import chat_template
 
 pytestmark = pytest.mark.slow
@@ -34,11 +34,11 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def opened(seeing_run: SeeingRun) -> jobs.Ready:
-    return jobs.ready(seeing_run.run)
+def opened(seeing_run: SeeingRun) -> run_models.Ready:
+    return run_models.ready(seeing_run.run)
 
 
-def plain(seen: SeeingRun, opened: jobs.Ready) -> Any:
+def plain(seen: SeeingRun, opened: run_models.Ready) -> Any:
     """transformers' whole model with PEFT's adapter; the base's weights as the run quantized them."""
     model = PeftModel.from_pretrained(
         AutoModelForImageTextToText.from_pretrained(seen.folder / "base"), seen.run.adapter
@@ -55,7 +55,7 @@ def plain(seen: SeeingRun, opened: jobs.Ready) -> Any:
 
 @torch.inference_mode()
 def test_the_loss_of_base_and_adapter_on_rows_with_images_is_that_of_plain_transformers(
-    seeing_run: SeeingRun, opened: jobs.Ready, tmp_path: Path
+    seeing_run: SeeingRun, opened: run_models.Ready, tmp_path: Path
 ) -> None:
     run, rows = seeing_run.copied(tmp_path), seeing_run.folder / "held_out.jsonl"
     scores = finetune.evaluate(run, data=rows, metrics=["f1"], max_new_tokens=2)
@@ -84,7 +84,7 @@ def _nats(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def test_answers_to_images_are_those_of_plain_transformers_alone_and_in_a_batch(
-    seeing_run: SeeingRun, opened: jobs.Ready, call: Call, monkeypatch: pytest.MonkeyPatch
+    seeing_run: SeeingRun, opened: run_models.Ready, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [{"messages": row["messages"][:1]} for row in seeing_run.rows()]
     file = seeing.rows(seeing_run.folder, prompts, "prompts.jsonl")
@@ -106,7 +106,7 @@ def test_answers_to_images_are_those_of_plain_transformers_alone_and_in_a_batch(
 
 
 @pytest.mark.parametrize("seeing_run", sampled(["qwen3_vl", "idefics3"], "qwen3_vl"), indirect=True)
-def test_images_decide_an_answer(seeing_run: SeeingRun, opened: jobs.Ready, call: Call, monkeypatch: Any) -> None:
+def test_images_decide_an_answer(seeing_run: SeeingRun, opened: run_models.Ready, call: Call, monkeypatch: Any) -> None:
     monkeypatch.setattr(commands, "ready", lambda *_, **__: opened)
     folder, run = seeing_run.folder, seeing_run.run
     files = [folder / seeing.picture(folder, f"{at}.png", (40, 40), at) for at in (101, 102, 103)]
@@ -148,14 +148,14 @@ def test_an_image_that_cannot_be_shown_is_an_error_of_a_sentence(
 
 
 @pytest.fixture
-def conversation(seeing_run: SeeingRun, opened: jobs.Ready) -> tuple[Conversation, list[str], list[str]]:
+def conversation(seeing_run: SeeingRun, opened: run_models.Ready) -> tuple[Conversation, list[str], list[str]]:
     said: list[str] = []
     notes: list[str] = []
     return Conversation(opened, SETTINGS, said.append, notes.append), said, notes
 
 
 def test_a_conversation_shows_images_and_is_saved_as_a_row(
-    seeing_run: SeeingRun, opened: jobs.Ready, conversation: Any, tmp_path: Path
+    seeing_run: SeeingRun, opened: run_models.Ready, conversation: Any, tmp_path: Path
 ) -> None:
     talk, said, notes = conversation
     picture = seeing_run.folder / seeing.picture(seeing_run.folder, "shown.png", (40, 34), 7)

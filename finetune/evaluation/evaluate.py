@@ -26,16 +26,16 @@ from finetune.data.examples import shown
 from finetune.data.prepare import Question
 from finetune.data.vision import Vision
 from finetune.errors import ConfigError, DataError, NumbersError
+from finetune.evaluation.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
+from finetune.evaluation.metrics import Metric, find
+from finetune.evaluation.model_results import ModelResults
+from finetune.evaluation.pair_scores import ComparedPairs
+from finetune.evaluation.run_models import EARLIER_ADAPTER, MODELS, model_of, vision_of
+from finetune.evaluation.sequence_scores import ScoredRows
+from finetune.evaluation.tasks import Tasks
 from finetune.export.export_formats import FORMATS
-from finetune.inference import generation
-from finetune.inference.answer_settings import Settings
-from finetune.inference.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
-from finetune.inference.jobs import EARLIER_ADAPTER, MODELS, model_of, vision_of
-from finetune.inference.metrics import Metric, find
-from finetune.inference.model_results import ModelResults
-from finetune.inference.pair_scores import ComparedPairs
-from finetune.inference.sequence_scores import ScoredRows
-from finetune.inference.tasks import Tasks
+from finetune.generation import answering
+from finetune.generation.settings import Settings
 from finetune.lifecycle.failures import blaming_base
 from finetune.model import bounds
 from finetune.model.source.tokenizer import load_tokenizer
@@ -228,7 +228,7 @@ class _EvaluationJob:
 
     def _score(self, results: ModelResults, model: Any, tokenizer: Any) -> None:
         control, positions = self.config.data.control_tokens, bounds.table_size(model) or math.inf
-        ids = [generation.prompt_ids(one.prompt, tokenizer, control) for one in self.questions]
+        ids = [answering.prompt_ids(one.prompt, tokenizer, control) for one in self.questions]
         # Training rows are truncated, questions are not.
         fits = [len(prompt) < positions for prompt in ids]
         self.questions = list(itertools.compress(self.questions, fits))
@@ -236,8 +236,8 @@ class _EvaluationJob:
         if not self.questions:
             raise DataError(f"every question takes all of the base's {positions} positions; shorten them")
         prompts = list(itertools.compress(ids, fits))
-        shown = generation.shown_in([one.prompt for one in self.questions], self.seen)
-        results.answers = list(generation.answers(model, tokenizer, prompts, self.settings, shown=shown))
+        shown = answering.shown_in([one.prompt for one in self.questions], self.seen)
+        results.answers = list(answering.answers(model, tokenizer, prompts, self.settings, shown=shown))
         known = bounds.positions(model.config) or math.inf
         self.beyond += sum(len(ids) + each.tokens > known for ids, each in zip(prompts, results.answers, strict=True))
         for metric in self.metrics:

@@ -15,9 +15,9 @@ from jobs import sampled, write_rows
 import finetune
 from finetune.data.encoded import segments_of
 from finetune.data.prepare import prepare_held_out, questions
-from finetune.inference import answers as sample_answers
-from finetune.inference.jobs import model_of
+from finetune.evaluation.run_models import model_of
 from finetune.storage.rundir import RunDirectory
+from finetune.training import sample_answers
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def log_probs(model: Any, ids: list[int], labels: list[int]) -> float:
 def test_a_run_of_dpo_is_measured_on_held_out_pairs_as_by_whole_logits(
     job: Any, call: Any, reference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample_answers, "_QUESTIONS", 3)
+    monkeypatch.setattr(sample_answers, "QUESTIONS", 3)
     config = job("training.objective=dpo", f"preference.reference={reference}", "output.merge=true")
     finetune.train(config)
     run = RunDirectory(config.output.dir)

@@ -19,9 +19,9 @@ from finetune.data.messages import conversation, read_messages
 from finetune.data.problems import Problems
 from finetune.data.vision import Vision
 from finetune.errors import ConfigError, DataError
-from finetune.inference import chat_session
-from finetune.inference.answer_settings import Settings
-from finetune.inference.jobs import UNRECORDED, ready, system_of, vision_of, with_images
+from finetune.evaluation import chat_session
+from finetune.evaluation.run_models import UNRECORDED, ready, system_of, vision_of, with_images
+from finetune.generation.settings import Settings
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import words
 from finetune.report.terminal import note_beside_output
@@ -65,7 +65,7 @@ def generate(
 def chat(
     run: RunDirectory, which: str, settings: Settings, *, system: str | None = None, trust_remote_code: bool = False
 ) -> None:
-    """A conversation with a model of the run; see `finetune.inference.chat_session`."""
+    """A conversation with a model of the run; see `finetune.evaluation.chat_session`."""
     opened = ready(run, which, system=system, cache=settings.cache, trust_remote_code=trust_remote_code)
     chat_session.converse(opened, settings, _say, note_beside_output)
 

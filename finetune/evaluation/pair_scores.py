@@ -16,9 +16,9 @@ import torch
 from finetune.config import Config
 from finetune.data import prepare
 from finetune.data.encoded import segments_of
-from finetune.inference.intervals import Measured
-from finetune.inference.model_results import ModelResults
-from finetune.inference.sequence_scores import ACCURACY, LONGER_WINS
+from finetune.evaluation.intervals import Measured
+from finetune.evaluation.model_results import ModelResults
+from finetune.evaluation.sequence_scores import ACCURACY, LONGER_WINS
 from finetune.objectives import OBJECTIVES, Batch, Objective
 from finetune.objectives.kto import LABELLED
 from finetune.objectives.preference import PAIRS, reference_column

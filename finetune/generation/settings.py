@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.errors import ConfigError
-from finetune.model.attention.caches import CACHES
+from finetune.generation.caches import CACHES
 
 
 def _option(default: Any, help: str | None = None, **limits: float) -> Any:

@@ -19,8 +19,8 @@ from finetune.config import Config
 from finetune.data import pairs, prepare
 from finetune.data.encoded import lengths_of
 from finetune.data.labelled import LABEL
-from finetune.inference.intervals import Measured
-from finetune.inference.model_results import ModelResults
+from finetune.evaluation.intervals import Measured
+from finetune.evaluation.model_results import ModelResults
 from finetune.objectives import Objective, rewards
 from finetune.training.eval_loss import held_out_scores
 

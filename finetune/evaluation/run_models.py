@@ -14,13 +14,12 @@ from finetune.config.field_types import pick, shown
 from finetune.data import examples, images, vision
 from finetune.errors import ConfigError, DataError
 from finetune.export import finished_run, served_model
-from finetune.inference import generation
-from finetune.inference.answer_settings import Settings
-from finetune.inference.generation import Answer
+from finetune.generation import answering, caches
+from finetune.generation.answering import Answer
+from finetune.generation.settings import Settings
 from finetune.lifecycle.failures import blaming_base
 from finetune.model import bounds, build
 from finetune.model.adapters import adapter_files
-from finetune.model.attention import caches
 from finetune.model.base import load_architecture
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import note_beside_output
@@ -65,35 +64,35 @@ class Ready:
         self, prompts: Sequence[examples.Example], settings: Settings,
         cache_bytes: Callable[[int], None] = lambda size: None,
     ) -> Iterator[Answer]:  # fmt: skip
-        """See `generation.answers`."""
+        """See `answering.answers`."""
         ids = [self._ids(prompt) for prompt in prompts]
         shown = self._shown(prompts)
         with blaming_base(self.config.model):
-            generated = generation.answers(self.model, self.tokenizer, ids, settings, cache_bytes, shown)
+            generated = answering.answers(self.model, self.tokenizer, ids, settings, cache_bytes, shown)
             self._positions.prompt(max(map(len, ids), default=0))
             for prompt, answer in zip(ids, generated, strict=True):
                 yield answer
                 self._positions.answer(len(prompt), answer.tokens)
 
     def stream(self, prompt: examples.Example, settings: Settings, say: Callable[[str], None]) -> Answer:
-        """See `generation.stream`."""
+        """See `answering.stream`."""
         ids = self._ids(prompt)
         self._positions.prompt(len(ids))
         with blaming_base(self.config.model):
-            answer = generation.stream(self.model, self.tokenizer, ids, settings, say, self._shown([prompt]))
+            answer = answering.stream(self.model, self.tokenizer, ids, settings, say, self._shown([prompt]))
         # The note goes on a line of its own below the answer.
         self._positions.answer(len(ids), answer.tokens, lambda: say("\n"))
         return answer
 
     @cached_property
-    def _positions(self) -> generation.Positions:
-        return generation.Positions(self.model, note_beside_output)
+    def _positions(self) -> answering.Positions:
+        return answering.Positions(self.model, note_beside_output)
 
     def _ids(self, prompt: examples.Example) -> list[int]:
-        return generation.prompt_ids(prompt, self.tokenizer, self.config.data.control_tokens, self.vision)
+        return answering.prompt_ids(prompt, self.tokenizer, self.config.data.control_tokens, self.vision)
 
     def _shown(self, prompts: Sequence[examples.Example]) -> images.ShownImages:
-        return generation.shown_in(prompts, self.vision)
+        return answering.shown_in(prompts, self.vision)
 
 
 def with_images(prompt: examples.Example, shown: Sequence[Any], seen: vision.Vision | None) -> examples.Example:

@@ -21,11 +21,11 @@ import finetune
 from finetune.config import dump
 from finetune.data.prepare import questions
 from finetune.errors import ArtifactError, ConfigError, DataError
-from finetune.inference import jobs
-from finetune.inference.answer_settings import Settings
-from finetune.inference.evaluation import _EvaluationJob
-from finetune.inference.model_results import ModelResults
-from finetune.inference.tasks import Tasks
+from finetune.evaluation import run_models
+from finetune.evaluation.evaluate import _EvaluationJob
+from finetune.evaluation.model_results import ModelResults
+from finetune.evaluation.tasks import Tasks
+from finetune.generation.settings import Settings
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.scores import Scores
 from finetune.storage.rundir import RunDirectory
@@ -183,7 +183,7 @@ def test_an_impossible_evaluation_is_refused_before_a_model_is_loaded(
     def load(*_: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("finetune.inference.evaluation.model_of", load)
+    monkeypatch.setattr("finetune.evaluation.evaluate.model_of", load)
     texts = write_rows(tmp_path / "texts.jsonl", [{"text": f"some text {number}"} for number in range(4)])
     (tmp_path / "rule.py").write_text("def score(answer, reference, row):\n    return row['label']\n")
     (tmp_path / "wrong.yaml").write_text("output_type: multiple_choice\n")
@@ -220,11 +220,11 @@ def test_an_unknown_task_is_reported_with_the_nearest(task: Path, monkeypatch: p
 def test_the_report_marks_a_merged_model_of_an_earlier_adapter(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(jobs, "model_of", lambda *_: (None, None))
+    monkeypatch.setattr(run_models, "model_of", lambda *_: (None, None))
     for merged, said in ((True, False), (False, True)):
         monkeypatch.setattr(RunDirectory, "is_merged", merged)
-        jobs.ready(run, "merged")
-        assert (jobs.EARLIER_ADAPTER in capsys.readouterr().err.replace("\n", " ")) == said
+        run_models.ready(run, "merged")
+        assert (run_models.EARLIER_ADAPTER in capsys.readouterr().err.replace("\n", " ")) == said
 
 
 @pytest.mark.slow

@@ -22,8 +22,9 @@ from transformers import BloomConfig, LlamaConfig
 import finetune
 from finetune.data import formats, sources
 from finetune.errors import ConfigError, DataError
-from finetune.inference import chat_session, commands, generation, jobs
-from finetune.inference.answer_settings import Settings
+from finetune.evaluation import chat_session, commands, run_models
+from finetune.generation import answering
+from finetune.generation.settings import Settings
 from finetune.storage.rundir import RunDirectory
 
 SETTINGS = Settings(max_new_tokens=6)
@@ -31,12 +32,12 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def opened(trained: RunDirectory) -> jobs.Ready:
-    return jobs.ready(trained)
+def opened(trained: RunDirectory) -> run_models.Ready:
+    return run_models.ready(trained)
 
 
 @pytest.fixture
-def call(call: Call, opened: jobs.Ready, trained: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Call:
+def call(call: Call, opened: run_models.Ready, trained: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Call:
     """Run `finetune COMMAND RUN ARGUMENTS` with `typed` as standard input, on a model that was loaded before."""
     monkeypatch.setattr(commands, "ready", lambda *_, **__: opened)
 
@@ -47,11 +48,13 @@ def call(call: Call, opened: jobs.Ready, trained: RunDirectory, monkeypatch: pyt
     return run
 
 
-def text_of(opened: jobs.Ready, prompt: str) -> str:
+def text_of(opened: run_models.Ready, prompt: str) -> str:
     return next(opened.answers([opened.asked(prompt)], SETTINGS)).text
 
 
-def test_a_file_of_prompts_becomes_lines_with_their_answers(call: Call, opened: jobs.Ready, tmp_path: Path) -> None:
+def test_a_file_of_prompts_becomes_lines_with_their_answers(
+    call: Call, opened: run_models.Ready, tmp_path: Path
+) -> None:
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say 3"}]
     rows = [{"id": 7, "prompt": "What is `abc`?"}, {"messages": turns}, {"prompt": "Say 5"}, {"prompt": turns[1:]}]
     file = write_rows(tmp_path / "prompts.jsonl", rows)
@@ -71,7 +74,7 @@ def test_a_field_that_json_has_no_type_for_is_kept_as_text(call: Call, tmp_path:
     assert (code, json.loads(out)["day"]) == (0, "2026-01-02")
 
 
-def test_standard_input_is_lines_of_text_or_of_json(call: Call, opened: jobs.Ready) -> None:
+def test_standard_input_is_lines_of_text_or_of_json(call: Call, opened: run_models.Ready) -> None:
     for typed in (b"Say 5\n\nWhat is `abc`?\n", b'{"prompt": "Say 5"}\n{"prompt": "What is `abc`?"}\n'):
         code, out, _ = call("generate", typed=typed)
         assert code == 0
@@ -80,7 +83,7 @@ def test_standard_input_is_lines_of_text_or_of_json(call: Call, opened: jobs.Rea
         assert [row["answer"] for row in found] == [text_of(opened, row["prompt"]) for row in found]
 
 
-def test_one_prompt_is_answered_as_text_and_several_as_json(call: Call, opened: jobs.Ready) -> None:
+def test_one_prompt_is_answered_as_text_and_several_as_json(call: Call, opened: run_models.Ready) -> None:
     expected = text_of(opened, "Say 5")
     assert call("generate", "--prompt", "Say 5")[1] == expected + "\n"
     one = json.loads(call("generate", "--prompt", "Say 5", "--json")[1])
@@ -89,7 +92,7 @@ def test_one_prompt_is_answered_as_text_and_several_as_json(call: Call, opened: 
     assert (one["prompt"], one["answer"]) == ("Say 5", expected)
 
 
-def test_options_reach_the_generation(call: Call, opened: jobs.Ready) -> None:
+def test_options_reach_the_generation(call: Call, opened: run_models.Ready) -> None:
     whole = text_of(opened, "What is `abc`?")
     stop = whole.split()[-1]
     code, out, _ = call("generate", "--prompt", "What is `abc`?", "--stop", stop)
@@ -135,7 +138,7 @@ def test_prompts_are_read_before_a_model_is_loaded(
 
 @pytest.mark.slow
 def test_exceeding_the_positions_of_a_rotary_base_is_noted_once_and_before_a_long_prompt(
-    call: Call, opened: jobs.Ready, tmp_path: Path
+    call: Call, opened: run_models.Ready, tmp_path: Path
 ) -> None:
     long = "What is this? " * 200
     whole = len(opened._ids(opened.asked(long)))
@@ -150,19 +153,21 @@ def test_exceeding_the_positions_of_a_rotary_base_is_noted_once_and_before_a_lon
 
 def test_only_an_answer_beyond_the_positions_is_noted() -> None:
     told: list[str] = []
-    positions = generation.Positions(SimpleNamespace(config=LlamaConfig(max_position_embeddings=10)), told.append)
+    positions = answering.Positions(SimpleNamespace(config=LlamaConfig(max_position_embeddings=10)), told.append)
     positions.prompt(10)
     positions.answer(4, 6)
     assert told == []
     positions.answer(4, 7)
     positions.answer(4, 9)
     assert [note.partition(",")[0] for note in told] == ["an answer reaches token 11"]
-    unbounded = generation.Positions(SimpleNamespace(config=BloomConfig()), told.append)
+    unbounded = answering.Positions(SimpleNamespace(config=BloomConfig()), told.append)
     unbounded.prompt(10**6)
     assert len(told) == 1
 
 
-def test_a_conversation_that_ends_with_an_answer_is_refused_as_a_prompt(opened: jobs.Ready, tmp_path: Path) -> None:
+def test_a_conversation_that_ends_with_an_answer_is_refused_as_a_prompt(
+    opened: run_models.Ready, tmp_path: Path
+) -> None:
     file = tmp_path / "rows.jsonl"
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     file.write_text(json.dumps({"messages": turns}) + "\n")
@@ -171,12 +176,12 @@ def test_a_conversation_that_ends_with_an_answer_is_refused_as_a_prompt(opened: 
 
 
 def test_an_answer_cannot_steer_the_terminal(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs.Ready, "stream", lambda self, prompt, settings, say: say("one\n\ttwo \x1b[2J\u202e"))
+    monkeypatch.setattr(run_models.Ready, "stream", lambda self, prompt, settings, say: say("one\n\ttwo \x1b[2J\u202e"))
     for command, arguments, typed in (("generate", ["--prompt", "x"], b""), ("chat", [], b"x\n")):
         assert call(command, *arguments, typed=typed)[:2] == (0, "one\n\ttwo \ufffd[2J\ufffd\n")
 
 
-def test_a_chat_compares_base_and_adapter(call: Call, opened: jobs.Ready) -> None:
+def test_a_chat_compares_base_and_adapter(call: Call, opened: run_models.Ready) -> None:
     typed = "Say 5\n/base\n/reset\nSay 5\n/adapter\n/reset\nSay 5\n/nothing\n/quit\nSay 5"
     code, out, err = call("chat", typed=typed.encode())
     assert code == 0
@@ -187,15 +192,15 @@ def test_a_chat_compares_base_and_adapter(call: Call, opened: jobs.Ready) -> Non
         assert told in " ".join(err.split())
 
 
-def test_a_chat_keeps_earlier_turns_until_reset(opened: jobs.Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_keeps_earlier_turns_until_reset(opened: run_models.Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    stream = jobs.Ready.stream
+    stream = run_models.Ready.stream
 
-    def watched(self: jobs.Ready, prompt: Any, *rest: Any) -> Any:
+    def watched(self: run_models.Ready, prompt: Any, *rest: Any) -> Any:
         asked.append(prompt.messages)
         return stream(self, prompt, *rest)
 
-    monkeypatch.setattr(jobs.Ready, "stream", watched)
+    monkeypatch.setattr(run_models.Ready, "stream", watched)
     conversation = chat_session.Conversation(opened, SETTINGS, lambda piece: None, lambda line: None)
     for line in ("Say 5", "Say 6", "/reset", "Say 7"):
         conversation.take(line)
@@ -205,7 +210,7 @@ def test_a_chat_keeps_earlier_turns_until_reset(opened: jobs.Ready, monkeypatch:
 
 
 def conversing(
-    opened: jobs.Ready, settings: Settings = SETTINGS
+    opened: run_models.Ready, settings: Settings = SETTINGS
 ) -> tuple[chat_session.Conversation, list[str], list[str]]:
     """A conversation, the pieces that it says, and its notes."""
     said: list[str] = []
@@ -213,7 +218,7 @@ def conversing(
     return chat_session.Conversation(opened, settings, said.append, noted.append), said, noted
 
 
-def test_both_answer_a_line_and_the_conversation_goes_on_from_the_adapter(opened: jobs.Ready) -> None:
+def test_both_answer_a_line_and_the_conversation_goes_on_from_the_adapter(opened: run_models.Ready) -> None:
     conversation, said, _ = conversing(opened)
     conversation.take("/both")
     conversation.take("Say 5")
@@ -224,7 +229,7 @@ def test_both_answer_a_line_and_the_conversation_goes_on_from_the_adapter(opened
     assert [message["content"] for message in conversation._so_far.messages] == ["Say 5", text_of(opened, "Say 5")]
 
 
-def test_retry_replaces_the_last_answer_at_the_current_temperature(opened: jobs.Ready) -> None:
+def test_retry_replaces_the_last_answer_at_the_current_temperature(opened: run_models.Ready) -> None:
     conversation, said, noted = conversing(opened)
     conversation.take("/retry")
     conversation.take("Say 5")
@@ -242,23 +247,23 @@ def test_retry_replaces_the_last_answer_at_the_current_temperature(opened: jobs.
 
 
 def test_a_retry_of_a_line_that_was_too_long_keeps_the_turns_before(
-    opened: jobs.Ready, monkeypatch: pytest.MonkeyPatch
+    opened: run_models.Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conversation, _, noted = conversing(opened)
     conversation.take("Say 5")
     before = list(conversation._so_far.messages)
 
     def too_long(*_: object) -> None:
-        raise generation.PromptTooLong("the prompt is too long")
+        raise answering.PromptTooLong("the prompt is too long")
 
-    monkeypatch.setattr(jobs.Ready, "stream", too_long)
+    monkeypatch.setattr(run_models.Ready, "stream", too_long)
     conversation.take("Say 6")
     conversation.take("/retry")
     assert noted.count("the prompt is too long, or /reset") == 2
     assert conversation._so_far.messages == before
 
 
-def test_a_conversation_is_saved_as_a_row_that_can_be_trained_on(opened: jobs.Ready, tmp_path: Path) -> None:
+def test_a_conversation_is_saved_as_a_row_that_can_be_trained_on(opened: run_models.Ready, tmp_path: Path) -> None:
     conversation, _, noted = conversing(replace(opened, system="Be brief."))
     conversation.take("/save")
     conversation.take("Say 5")
@@ -276,7 +281,7 @@ def test_a_conversation_is_saved_as_a_row_that_can_be_trained_on(opened: jobs.Re
     ]  # fmt: skip
 
 
-def test_the_help_lists_every_command(opened: jobs.Ready) -> None:
+def test_the_help_lists_every_command(opened: run_models.Ready) -> None:
     conversation, _, noted = conversing(opened)
     conversation.take("/help")
     assert [line.split()[0] for line in noted[0].splitlines()] == list(chat_session.COMMANDS)
@@ -303,15 +308,15 @@ def test_the_system_message_that_all_rows_share_is_recorded_and_asked_with(
         finetune.train(quick(*few, rows(*systems), run=f"run{len(systems)}")).run
         for systems in (("Be brief.", "Be brief."), ("Be brief.", "Be long.", ""))
     )
-    assert [jobs.system_of(run, None) for run in (shared, several, trained)] == ["Be brief.", "", ""]
-    assert [jobs.system_of(shared, given) for given in ("Rhyme.", "")] == ["Rhyme.", ""]
+    assert [run_models.system_of(run, None) for run in (shared, several, trained)] == ["Be brief.", "", ""]
+    assert [run_models.system_of(shared, given) for given in ("Rhyme.", "")] == ["Rhyme.", ""]
     asked: list[Any] = []
 
-    def answers(self: jobs.Ready, prompts: Any, *_: Any) -> Any:
+    def answers(self: run_models.Ready, prompts: Any, *_: Any) -> Any:
         asked.extend(each.messages for each in prompts)
-        return iter([generation.Answer("", 1, True)] * len(prompts))
+        return iter([answering.Answer("", 1, True)] * len(prompts))
 
-    monkeypatch.setattr(jobs.Ready, "answers", answers)
+    monkeypatch.setattr(run_models.Ready, "answers", answers)
     finetune.generate(shared, "Hi")
     finetune.generate(shared, "Hi", system="")
     for system in (None, "Rhyme."):
@@ -324,12 +329,12 @@ def test_the_system_message_that_all_rows_share_is_recorded_and_asked_with(
 
 def test_a_run_of_plain_text_has_no_system_message(run: RunDirectory) -> None:
     run.event("resumed", learns="text")
-    assert jobs.system_of(run, None) == ""
+    assert run_models.system_of(run, None) == ""
     with refusal(ConfigError, "trained on plain text, which has no system message"):
-        jobs.system_of(run, "Be brief.")
+        run_models.system_of(run, "Be brief.")
 
 
-def test_an_interrupt_stops_the_answer_and_not_the_chat(opened: jobs.Ready) -> None:
+def test_an_interrupt_stops_the_answer_and_not_the_chat(opened: run_models.Ready) -> None:
     said: list[str] = []
 
     def say(piece: str) -> None:
@@ -347,7 +352,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_chat(opened: jobs.Ready) -> N
 
 
 def test_at_a_terminal_an_interrupt_drops_the_line_and_the_end_leaves(
-    opened: jobs.Ready, monkeypatch: pytest.MonkeyPatch
+    opened: run_models.Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed = iter([KeyboardInterrupt, "/reset", EOFError])
 
@@ -369,8 +374,8 @@ def test_at_a_terminal_an_interrupt_drops_the_line_and_the_end_leaves(
         commands.prompts_from_standard_input(opened.asked)
 
 
-def test_a_run_of_plain_text_is_continued_line_by_line(opened: jobs.Ready) -> None:
-    plain = jobs.Ready(opened.config, opened.model, opened.tokenizer, "completion")
+def test_a_run_of_plain_text_is_continued_line_by_line(opened: run_models.Ready) -> None:
+    plain = run_models.Ready(opened.config, opened.model, opened.tokenizer, "completion")
     said: list[str] = []
     conversation = chat_session.Conversation(plain, SETTINGS, said.append, said.append)
     conversation.greet()

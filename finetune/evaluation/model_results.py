@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from finetune.inference.generation import Answer
-from finetune.inference.intervals import Measured
+from finetune.evaluation.intervals import Measured
+from finetune.generation.answering import Answer
 
 
 @dataclass

@@ -7,8 +7,8 @@ import pytest
 from messages import refusal
 
 from finetune.errors import ConfigError, DataError, MachineError
-from finetune.inference import metrics
-from finetune.inference.metrics import METRICS, find
+from finetune.evaluation import metrics
+from finetune.evaluation.metrics import METRICS, find
 
 
 def score(name: object, answer: str, reference: str = "", row: dict | None = None) -> float:

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, 
 
 import finetune
 from finetune.errors import ConfigError, MachineError
-from finetune.inference import generation
-from finetune.inference.answer_settings import Settings
-from finetune.inference.generation import PromptTooLong, answers, stream
+from finetune.generation import answering
+from finetune.generation.answering import PromptTooLong, answers, stream
+from finetune.generation.settings import Settings
 
 FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
 SETTINGS = Settings(max_new_tokens=12, batch_size=4)
@@ -40,7 +40,7 @@ def prompts(tokenizer: Any) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Any, tokenizer: Any, prompts: list[list[int]]) -> list[generation.Answer]:
+def alone(model: Any, tokenizer: Any, prompts: list[list[int]]) -> list[answering.Answer]:
     return [next(answers(model, tokenizer, [prompt], SETTINGS)) for prompt in prompts]
 
 
@@ -50,7 +50,7 @@ def small(config: Any) -> Any:
 
 
 def test_a_batch_gives_each_prompt_the_answer_it_gets_alone_in_the_order_of_the_prompts(
-    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[generation.Answer]
+    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[answering.Answer]
 ) -> None:
     assert len({one.text for one in alone}) > 5
     assert list(answers(model, tokenizer, prompts, SETTINGS)) == alone
@@ -93,7 +93,7 @@ def test_a_prompt_with_a_token_that_has_no_embedding_is_refused(model: Any, toke
 
 
 def test_a_stop_text_ends_an_answer_and_is_removed(
-    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[generation.Answer]
+    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[answering.Answer]
 ) -> None:
     words = alone[0].text.split()
     stop = " ".join(words[2:4])
@@ -106,7 +106,7 @@ def test_a_stop_text_ends_an_answer_and_is_removed(
 
 
 def test_streamed_pieces_make_the_answer(
-    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[generation.Answer]
+    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[answering.Answer]
 ) -> None:
     for stop in ((), (alone[0].text.split()[-1],)):
         settings, pieces = replace(SETTINGS, stop=stop), []
@@ -117,7 +117,7 @@ def test_streamed_pieces_make_the_answer(
 
 
 def test_sampled_answers_follow_their_seed_and_leave_the_random_numbers_of_the_process_alone(
-    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[generation.Answer]
+    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[answering.Answer]
 ) -> None:
     warm = replace(SETTINGS, temperature=1.5, top_p=0.95, min_p=0.01)
     before = torch.get_rng_state()
@@ -129,7 +129,7 @@ def test_sampled_answers_follow_their_seed_and_leave_the_random_numbers_of_the_p
 
 
 def test_settings_of_the_base_itself_do_not_apply(
-    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[generation.Answer], monkeypatch: Any
+    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[answering.Answer], monkeypatch: Any
 ) -> None:
     for key, value in {"repetition_penalty": 5.0, "do_sample": True, "top_k": 3, "temperature": 9.0}.items():
         monkeypatch.setattr(model.generation_config, key, value)
@@ -137,7 +137,7 @@ def test_settings_of_the_base_itself_do_not_apply(
 
 
 def test_a_batch_that_runs_out_of_memory_is_halved(
-    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[generation.Answer], monkeypatch: Any
+    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[answering.Answer], monkeypatch: Any
 ) -> None:
     generate, sizes = type(model).generate, []
 
@@ -158,9 +158,9 @@ def test_all_invalid_settings_are_reported_at_once() -> None:
 
 
 def test_answers_arrive_batch_by_batch(model: Any, tokenizer: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(generation, "_SORTED_TOGETHER", 1)
+    monkeypatch.setattr(answering, "_SORTED_TOGETHER", 1)
     made: list[int] = []
-    found: Iterator[generation.Answer] = answers(
+    found: Iterator[answering.Answer] = answers(
         model, tokenizer, [[5, 6]] * 4, replace(SETTINGS, batch_size=2, max_new_tokens=1), made.append
     )
     next(found)
@@ -169,14 +169,14 @@ def test_answers_arrive_batch_by_batch(model: Any, tokenizer: Any, monkeypatch: 
 
 @pytest.mark.parametrize("cache", ["static", "offloaded"])
 def test_another_kv_cache_gives_the_same_answers(
-    cache: str, model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[generation.Answer]
+    cache: str, model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[answering.Answer]
 ) -> None:
     assert list(answers(model, tokenizer, prompts, replace(SETTINGS, cache=cache))) == alone
 
 
 @pytest.mark.skipif(not FP8, reason="this transformers has no 8-bit KV cache")
 def test_a_quantized_kv_cache_is_smaller_and_its_answers_nearly_the_same(
-    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[generation.Answer]
+    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[answering.Answer]
 ) -> None:
     sizes: dict[str, list[int]] = {"dynamic": [], "quantized": []}
     for cache, found in sizes.items():
@@ -217,7 +217,7 @@ def test_a_model_that_trains_but_cannot_generate_is_trained_without_sample_answe
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no cache of this kind")
 
-    monkeypatch.setattr(generation, "answers", broken)
+    monkeypatch.setattr(answering, "answers", broken)
     run = finetune.train(quick()).run
     assert run.finished
     assert not run.answers()

@@ -13,8 +13,8 @@ from finetune.config import Config
 from finetune.data import examples, vision
 from finetune.data.prepare import Question, questions
 from finetune.errors import ArtifactError, FinetuneError, first_line
-from finetune.inference import generation
-from finetune.inference.answer_settings import Settings
+from finetune.generation import answering
+from finetune.generation.settings import Settings
 from finetune.model import bounds
 from finetune.model.precision import autocast
 from finetune.runtime import ranks
@@ -25,8 +25,8 @@ from finetune.storage.rundir import RunDirectory
 from finetune.training.strategies import holds_parts
 
 # Number of questions, and length of an answer in tokens: enough to see a difference.
-_QUESTIONS = 3
-_TOKENS = 96
+QUESTIONS = 3
+TOKENS = 96
 
 Asked = list[tuple[examples.Chat | examples.Completion, SampleAnswer]]
 """Prompts with their rows of answers.json, which hold only text: messages may have values that JSON lacks."""
@@ -45,12 +45,12 @@ def before(
     if not answers or holds_parts(config.distributed, ranks.world_size()):
         return []
     seen = vision.of(config, base.config, tokenizer)
-    asked = list(itertools.islice(questions(config.data, tokenizer, seen), _QUESTIONS))
+    asked = list(itertools.islice(questions(config.data, tokenizer, seen), QUESTIONS))
     if kept := _kept(asked, run, note):
         return kept
     stage("the base answers a few questions, to compare with later")
     positions = bounds.table_size(base) or math.inf
-    prompts = [(each, generation.prompt_ids(each.prompt, tokenizer, config.data.control_tokens)) for each in asked]
+    prompts = [(each, answering.prompt_ids(each.prompt, tokenizer, config.data.control_tokens)) for each in asked]
     # Training rows are truncated, questions are not.
     short = [(each, ids) for each, ids in prompts if len(ids) < positions]
     # Token ids do not identify images.
@@ -87,10 +87,10 @@ def after(model: Any, tokenizer: Any, config: Config, run: RunDirectory, asked: 
 
 
 def _replies(model: Any, tokenizer: Any, prompts: Sequence[examples.Example], config: Config) -> list[str]:
-    ids = [generation.prompt_ids(prompt, tokenizer, config.data.control_tokens) for prompt in prompts]
-    shown = generation.shown_in(prompts, vision.of(config, model.config, tokenizer))
+    ids = [answering.prompt_ids(prompt, tokenizer, config.data.control_tokens) for prompt in prompts]
+    shown = answering.shown_in(prompts, vision.of(config, model.config, tokenizer))
     with autocast(config.training.precision, model.device):
-        return [each.text for each in generation.answers(model, tokenizer, ids, Settings(_TOKENS), shown=shown)]
+        return [each.text for each in answering.answers(model, tokenizer, ids, Settings(TOKENS), shown=shown)]
 
 
 def _kept(asked: list[Question], run: RunDirectory, note: Callable[[str], None]) -> Asked:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import ConfigError, DataError, MachineError, first_line
-from finetune.inference.intervals import Measured
-from finetune.inference.metrics import needed
+from finetune.evaluation.intervals import Measured
+from finetune.evaluation.metrics import needed
 from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.runtime import patches
 from finetune.runtime.libraries import without_cudnn_attention

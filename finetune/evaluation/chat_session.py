@@ -13,8 +13,8 @@ from finetune.config.field_types import shortened
 from finetune.data import images
 from finetune.data.examples import Chat, Example, images_of, opening
 from finetune.errors import ConfigError, DataError, FinetuneError, MachineError
-from finetune.inference.answer_settings import Settings
-from finetune.inference.jobs import Ready
+from finetune.evaluation.run_models import Ready
+from finetune.generation.settings import Settings
 from finetune.storage.files import append_line
 
 COMMANDS = {

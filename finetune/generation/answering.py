@@ -21,10 +21,10 @@ from finetune.data.examples import images_of
 from finetune.data.images import NO_IMAGES, ShownImages
 from finetune.data.vision import Vision
 from finetune.errors import ArtifactError, ConfigError, DataError, NumbersError
-from finetune.inference.answer_settings import Settings
+from finetune.generation import caches
+from finetune.generation.settings import Settings
 from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model import bounds, probes
-from finetune.model.attention import caches
 from finetune.model.source import chat_template
 from finetune.model.structure import experts
 from finetune.runtime import libraries

@@ -1,0 +1,1 @@
+"""What commands do with the models of a run: `eval` and its metrics, `chat`, `generate`."""

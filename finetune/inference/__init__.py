@@ -1,1 +1,0 @@
-"""Answers of a run's models, and their scores."""
