@@ -92,7 +92,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "finetune.training.progress": "Progress.gains",
             "finetune.training.recorder": "StepCounts.of StepCounts.of_all_ranks StepNumbers.read",
             "finetune.objectives": "supervised",
-            "finetune.objectives.objective": "trained_tokens with_balancing",
+            "finetune.objectives.objective": "sums trained_tokens with_balancing",
         },
         ["training/test_recorder.py", "training/test_progress.py", "training/test_oom_retry.py",
          "training/test_loop.py", "data/test_batching.py", "training/test_collator.py",

@@ -39,7 +39,7 @@ from finetune.generation.settings import Settings
 from finetune.lifecycle.failures import blaming_base
 from finetune.model import bounds
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.objectives import OBJECTIVES
+from finetune.objectives import OBJECTIVES, cross_entropy
 from finetune.report import page
 from finetune.report.scores import Scores
 from finetune.report.terminal import Terminal
@@ -279,7 +279,7 @@ class _EvaluationJob:
         """A remark where the run has another eval loss than the one that is measured here."""
         name = self.config.training.objective
         objective = OBJECTIVES.get(name)
-        if objective is None or objective.evaluated is None:
+        if objective is None or objective.evaluated is cross_entropy:
             return []
         note = f"The loss is the cross-entropy of the trained tokens, not the eval loss of `training.objective: {name}`"
         also = "; answers that are not to be preferred count like the others" if objective.reference else ""

@@ -6,7 +6,7 @@ itself, so that each has its statistics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from finetune.data.encoded import segments_of
 from finetune.evaluation.intervals import Measured
 from finetune.evaluation.model_results import ModelResults
 from finetune.evaluation.sequence_scores import ACCURACY, LONGER_WINS
-from finetune.objectives import OBJECTIVES, Batch, Objective
+from finetune.objectives import OBJECTIVES, Batch, Objective, cross_entropy
 from finetune.objectives.kto import LABELLED
 from finetune.objectives.preference import PAIRS, reference_column
 from finetune.objectives.starting_model import adapter_off
@@ -49,7 +49,7 @@ class ComparedPairs:
         """The pairs of the evaluation set; None if the run has no preferences, or a reference other than the base."""
         objective = OBJECTIVES.get(config.training.objective)
         known = (PAIRS.segments, LABELLED.segments)
-        if objective is None or objective.layout.segments not in known or objective.evaluated is None:
+        if objective is None or objective.layout.segments not in known or objective.evaluated is cross_entropy:
             return None
         if objective.reference and not config.adapter.starts_at_zero:
             return None
@@ -69,11 +69,11 @@ class ComparedPairs:
     def score_reference(self, model: Any, tokenizer: Any) -> None:
         """Give the rows their log-probabilities under `model` without its adapter."""
         segments, by_pass = self.objective.layout.segments, []
+        passes: list[Callable[[Batch], Batch]] = [lambda inputs: inputs, *([apart] if self.objective.step_mean else [])]
         with adapter_off(model):
-            for part in (_whole, apart) if self.objective.step_mean else (_whole,):
+            for part in passes:
                 sums: list[torch.Tensor] = []
-                scored = replace(scoring(sums), layout=self.objective.layout)
-                held_out_sums(model, tokenizer, self.rows, self.config, scored, part)
+                held_out_sums(model, tokenizer, self.rows, self.config, self.objective.layout, scoring(sums), part)
                 by_pass.append(torch.stack(sums))
         columns = tuple(map(reference_column, segments))
         for name, values in zip(columns, torch.cat(by_pass, 1).cpu().numpy().T, strict=True):
@@ -88,14 +88,20 @@ class ComparedPairs:
         """
         if self.needs_reference:
             self.score_reference(model, tokenizer)
-        mean: Batch = {}
+        layout, mean, sums = self.objective.layout, Batch(), list[torch.Tensor]()
         if self.objective.step_mean:
-            before = self.objective.before_step
-            total, count = held_out_sums(model, tokenizer, self.rows, self.config, before, apart)
+            total, count = held_out_sums(
+                model, tokenizer, self.rows, self.config, layout, self.objective.step_mean, apart
+            )
             mean = {"step_mean": torch.tensor(total / count, device=model.device)}
-        sums: list[torch.Tensor] = []
-        watched = _watched(self.objective, sums)
-        held_out_sums(model, tokenizer, self.rows, self.config, watched, lambda inputs: inputs | mean)
+
+        def watched(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            total, count, *statistics = self.objective.evaluated(model, batch)
+            pairs = [(total, count), *(statistics[0].values() if statistics else ())]
+            sums.append(torch.stack([torch.stack([one.double() for one in pair]) for pair in pairs]))
+            return total, count
+
+        held_out_sums(model, tokenizer, self.rows, self.config, layout, watched, lambda inputs: inputs | mean)
         loss = LOSS if self.of_pairs else LOSS_OF_ANSWERS
         by_row = torch.stack(sums).cpu().numpy()  # (rows, 1 + statistics, 2)
         measured = dict(zip((loss, *self.objective.statistics), by_row.swapaxes(0, 1), strict=True))
@@ -119,23 +125,6 @@ class ComparedPairs:
         return [REFERENCE_NOTE] if self.objective.reference and "base" in by_model else []
 
 
-def _whole(inputs: Batch) -> Batch:
-    return inputs
-
-
 def _mean(sums: np.ndarray) -> Measured:
     """The mean by sums and counts (rows, 2)."""
     return Measured(float(sums[:, 0].sum() / sums[:, 1].sum()), sums)
-
-
-def _watched(objective: Objective, into: list[torch.Tensor]) -> Objective:
-    """`objective`, which appends sum and count of its loss and statistics in each batch `into` a list."""
-
-    def loss(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        assert objective.evaluated is not None
-        total, count, *statistics = objective.evaluated(model, batch)
-        pairs = [(total, count), *(statistics[0].values() if statistics else ())]
-        into.append(torch.stack([torch.stack([one.double() for one in pair]) for pair in pairs]))
-        return total, count
-
-    return replace(objective, evaluated=loss)

@@ -552,8 +552,8 @@ class _TracedStep:
         with self._recording():
             mean = None
             if objective.step_mean:
-                mean = loss(self._model, [[apart(inputs)]], objective=objective.before_step)[0]
-            loss(self._model, [[inputs]], objective=objective, step_mean=mean)
+                mean = loss(self._model, [[apart(inputs)]], loss=objective.step_mean)[0]
+            loss(self._model, [[inputs]], loss=objective.evaluated, step_mean=mean)
         del waiting, start
 
     def score(self, batch: LargestBatch) -> None:
@@ -570,7 +570,7 @@ class _TracedStep:
         with self._recording(), reference_scores.starting(self._model, self._config.adapter):
             summed_loss(
                 self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
-                objective=reference_scores.scoring([]),
+                loss=reference_scores.scoring([]),
             )  # fmt: skip
         del start
 

@@ -36,6 +36,7 @@ from finetune.objectives.objective import (
     by_sequence,
     cross_entropy,
     scored,
+    sums,
     trained_rows,
     trained_tokens,
     with_balancing,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MODEL_INPUTS", "OBJECTIVES", "Batch", "Loss", "Objective", "Statistics", "by_sequence", "cross_entropy", "given",
-    "layout_of", "of", "scored", "supervised", "trained_rows", "trained_tokens", "with_balancing",
+    "layout_of", "of", "scored", "sums", "supervised", "trained_rows", "trained_tokens", "with_balancing",
 ]  # fmt: skip
 
 

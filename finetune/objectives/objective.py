@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from finetune.config import PreferenceSection
@@ -40,12 +40,24 @@ def trained_tokens(batch: Batch) -> torch.Tensor:
     return (batch["labels"][:, 1:] != -100).sum()
 
 
+def cross_entropy(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cross-entropy, in nats, and number of the trained tokens, float64."""
+    scores = scored(model, batch)
+    return -scores.log_probs.double().sum(), scores.label_mask.double().sum()
+
+
+def scored(model: Any, batch: Batch, **more: torch.Tensor) -> Any:
+    """The model's output for a batch, which may hold other values too; `more` inputs are its head's."""
+    inputs = {name: value for name, value in batch.items() if name in MODEL_INPUTS}
+    return model(**inputs, **more, fused_lm_head=True)
+
+
 @dataclass(frozen=True)
 class Objective:
     """A loss function returning a sum with its graph and its count, both on the device; and the count alone.
 
-    `layout`: the segments and values of the rows that it trains on. `evaluated`: what an evaluation sums, both float64,
-    where that is not the cross-entropy of trained tokens. `settings`: the keys of the section `preference` that it
+    `layout`: the segments and values of the rows that it trains on. `evaluated`: what an evaluation sums, by default
+    the cross-entropy of trained tokens. `settings`: the keys of the section `preference` that it
     reads, by `bind`, which returns it with their values. `reference`: it needs the log-probabilities of the starting
     model. `statistics`: the names of those that the loss returns besides, in order.
     `unread`: other keys that change nothing here.
@@ -59,7 +71,7 @@ class Objective:
     loss: Loss
     count: Callable[[Batch], torch.Tensor] = trained_tokens
     layout: RowLayout = ONE_SEQUENCE
-    evaluated: Loss | None = None
+    evaluated: Loss = cross_entropy
     settings: tuple[str, ...] = ()
     bind: Callable[[PreferenceSection], Objective] | None = None
     reference: bool = False
@@ -81,33 +93,18 @@ class Objective:
         scores = ("memory.loss_tokens",) if self.sequences_scored else ()
         return (*ignored, *noise, *scores, *self.unread)
 
-    def sums(self, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum and the count of an evaluation, float64, on the device, without the load-balancing loss of a mixture.
 
-        That is no property of the rows: it is taken over whole micro-batches, so it depends on how they are batched.
-        """
-        from finetune.model.structure import experts
+def sums(loss: Loss, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum and the count of `loss` over a batch, float64, on the device, without the load-balancing loss of a
+    mixture.
 
-        with experts.without_balancing(model):
-            total, count, *_ = (self.evaluated or cross_entropy)(model, batch)
-        return total.double(), count.double()
+    That is no property of the rows: it is taken over whole micro-batches, so it depends on how they are batched.
+    """
+    from finetune.model.structure import experts
 
-    @property
-    def before_step(self) -> Objective:
-        """The sums over the segments `mismatched` that `step_mean` is made of."""
-        return replace(self, evaluated=self.step_mean)
-
-
-def cross_entropy(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed cross-entropy, in nats, and number of the trained tokens, float64."""
-    scores = scored(model, batch)
-    return -scores.log_probs.double().sum(), scores.label_mask.double().sum()
-
-
-def scored(model: Any, batch: Batch, **more: torch.Tensor) -> Any:
-    """The model's output for a batch, which may hold other values too; `more` inputs are its head's."""
-    inputs = {name: value for name, value in batch.items() if name in MODEL_INPUTS}
-    return model(**inputs, **more, fused_lm_head=True)
+    with experts.without_balancing(model):
+        total, count, *_ = loss(model, batch)
+    return total.double(), count.double()
 
 
 def by_sequence(values: torch.Tensor, batch: Batch) -> torch.Tensor:

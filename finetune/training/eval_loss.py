@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader
 from finetune.config import Config
 from finetune.data import vision
 from finetune.data.batching import MicroBatching, Sizes, micro_batches
-from finetune.data.encoded import columns
+from finetune.data.encoded import RowLayout, columns
 from finetune.errors import OutOfMemoryError
 from finetune.measure.out_of_memory import is_out_of_memory, reason
 from finetune.model.attention import packing
 from finetune.model.distributed.placement import release_gathered
 from finetune.model.precision import autocast
 from finetune.model.probes.causality import capability_of, needs_mask
-from finetune.objectives import OBJECTIVES, Objective, log_probs
+from finetune.objectives import Loss, Objective, cross_entropy, log_probs, sums
 from finetune.runtime import ranks
 from finetune.runtime.libraries import without_cudnn_attention
 from finetune.training import oom_retry
@@ -47,11 +47,11 @@ class DoesNotFit(OutOfMemoryError):
 def summed_loss(
     model: Any, steps: Iterable[list[Inputs]], limit: oom_retry.Limit | None = None,
     on_split: Callable[[Inputs], None] = lambda part: None, *, precision: str, masked: bool, repeatable: bool = True,
-    objective: Objective = OBJECTIVES["supervised"], step_mean: torch.Tensor | None = None,
+    loss: Loss = cross_entropy, step_mean: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The sum and count of `objective` over `steps` (lists of micro-batches), float64 (2,), on the device.
+    """The sum and count of `loss` over `steps` (lists of micro-batches), float64 (2,), on the device.
 
-    For supervised rows, the trained tokens' losses in nats and their number. A micro-batch that does not fit is split:
+    By default, the trained tokens' cross-entropy in nats and their number. A micro-batch that does not fit is split:
     `limit` remembers its size, and `on_split` is called with it, unless other ranks wait inside of a pass, so that it
     is not `repeatable`. `precision` is that of training; with `masked` the model gets the padding mask. Batches get
     `step_mean`, if there is one. `model` must have the head of `objectives.log_probs`. Raises DoesNotFit for what
@@ -61,13 +61,13 @@ def summed_loss(
     limit = limit or oom_retry.Limit()
     was_training = model.training
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=model.device)
+    total = torch.zeros(2, dtype=torch.float64, device=model.device)
     try:
         for batch in itertools.chain.from_iterable(steps):
             parts = limit.parts([batch])
             while parts:
                 try:
-                    sums += _sums(model, for_model(parts[0], masked=masked) | mean, precision, objective)
+                    total += _sums(model, for_model(parts[0], masked=masked) | mean, precision, loss)
                     del parts[0]
                     continue
                 except (MemoryError, RuntimeError) as error:
@@ -81,12 +81,13 @@ def summed_loss(
     finally:
         model.train(was_training)
         release_gathered(model)
-    return sums
+    return total
 
 
-def _sums(model: Any, batch: Inputs, precision: str, objective: Objective) -> torch.Tensor:
+def _sums(model: Any, batch: Inputs, precision: str, loss: Loss) -> torch.Tensor:
+    """A function of its own, at whose end the batch on the device is freed."""
     with autocast(precision, model.device), packing.known(batch):
-        return torch.stack(objective.sums(model, send_to_device(batch, model.device)))
+        return torch.stack(sums(loss, model, send_to_device(batch, model.device)))
 
 
 def loader(rows: Any, collate: MicroBatches, batch_size: int) -> Iterable[list[Inputs]]:
@@ -141,24 +142,24 @@ class EvalLoss:
         """
         steps, objective, before = steps or self.batches(), self.step.objective, None
         if objective.step_mean:
-            before = self._mean(([apart(each) for each in step] for step in steps), objective.before_step)
+            before = self._mean(([apart(each) for each in step] for step in steps), objective.step_mean)
             if before is None:
                 return None
-        mean = self._mean(steps, objective, before)
+        mean = self._mean(steps, objective.evaluated, before)
         return None if mean is None else float(mean)
 
     def _mean(
-        self, steps: Iterable[list[Inputs]], objective: Objective, step_mean: torch.Tensor | None = None
+        self, steps: Iterable[list[Inputs]], loss: Loss, step_mean: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """The mean of `objective` over the rows of all ranks, on the device; None if a row does not fit."""
-        sums = too_large = None
+        """The mean of `loss` over the rows of all ranks, on the device; None if a row does not fit."""
+        summed = too_large = None
         repeatable = self.step.engine.repeatable
         if not repeatable:  # a rank whose image breaks has begun no pass that others wait in
             steps = agreed(iter(steps), self.rows)
         # Ranks that exchange weights within a pass cannot wait for each other after it.
         with ranks.agreeing() if repeatable else contextlib.nullcontext():
             try:
-                sums = self.sums(steps, objective, step_mean)
+                summed = self.sums(steps, loss, step_mean)
             except DoesNotFit as row:
                 if not repeatable:
                     raise self.report.not_repeatable(torch.OutOfMemoryError(str(row)), row.inputs) from None
@@ -166,8 +167,8 @@ class EvalLoss:
         if too_large := next(filter(None, ranks.gathered(too_large)), None):
             self.report.skip(too_large)
             return None
-        assert sums is not None, "no rank failed"
-        total, count = ranks.summed(sums)
+        assert summed is not None, "no rank failed"
+        total, count = ranks.summed(summed)
         return total / count
 
     def batches(self) -> Iterable[list[Inputs]]:
@@ -175,14 +176,14 @@ class EvalLoss:
         return loader(self.rows, self.collate, self.batch_size)
 
     def sums(
-        self, steps: Iterable[list[Inputs]] | None = None, objective: Objective | None = None,
+        self, steps: Iterable[list[Inputs]] | None = None, loss: Loss | None = None,
         step_mean: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See `summed_loss`."""
         step = self.step
         return summed_loss(
             step.model, steps or self.batches(), self.limit, self.report.split, precision=step.precision,
-            masked=step.masked, repeatable=step.engine.repeatable, objective=objective or step.objective,
+            masked=step.masked, repeatable=step.engine.repeatable, loss=loss or step.objective.evaluated,
             step_mean=step_mean,
         )  # fmt: skip
 
@@ -195,20 +196,20 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tupl
     """
     way = micro_batching(config)
     way = replace(way, layout=replace(way.layout, values=()))  # such as a reference, which no token's loss needs
-    (total, count), by_row = _watched(model, tokenizer, rows, config, OBJECTIVES["supervised"], _sums_by_row, way)
+    (total, count), by_row = _watched(model, tokenizer, rows, config, cross_entropy, _sums_by_row, way)
     return total / count, by_row
 
 
 def held_out_sums(
-    model: Any, tokenizer: Any, rows: Any, config: Config, objective: Objective,
+    model: Any, tokenizer: Any, rows: Any, config: Config, layout: RowLayout, loss: Loss,
     part: Callable[[Inputs], Inputs] = lambda inputs: inputs,
 ) -> tuple[float, float]:  # fmt: skip
-    """The sum and count of `objective` over held-out rows outside training, one row after the other.
+    """The sum and count of `loss` over held-out rows of a layout outside training, one row after the other.
 
     Of a row's micro-batch, `part` goes through the model.
     """
-    way, config = MicroBatching(1, layout=objective.layout), config.changed({"training.batch_size": 1})
-    (total, count), _ = _watched(model, tokenizer, rows, config, objective, lambda *_: torch.zeros(0), way, part)
+    way, config = MicroBatching(1, layout=layout), config.changed({"training.batch_size": 1})
+    (total, count), _ = _watched(model, tokenizer, rows, config, loss, lambda *_: torch.zeros(0), way, part)
     return total, count
 
 
@@ -221,7 +222,7 @@ def held_out_scores(
     """
     way = MicroBatching.of(config.training, config.data, objective.layout)
     (total, count), scores = _watched(
-        model, tokenizer, rows, config, objective, lambda batch, outputs: outputs.logits.double(), way
+        model, tokenizer, rows, config, objective.evaluated, lambda batch, outputs: outputs.logits.double(), way
     )
     order, each = [], config.training.batch_size
     lengths = Sizes.of(rows, way).lengths
@@ -232,11 +233,11 @@ def held_out_scores(
 
 
 def _watched(
-    model: Any, tokenizer: Any, rows: Any, config: Config, objective: Objective,
+    model: Any, tokenizer: Any, rows: Any, config: Config, loss: Loss,
     read: Callable[[Inputs, Any], torch.Tensor], way: MicroBatching,
     part: Callable[[Inputs], Inputs] = lambda inputs: inputs,
 ) -> tuple[list[float], torch.Tensor]:  # fmt: skip
-    """The sum and count of `objective` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
+    """The sum and count of `loss` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
     training = config.training
     log_probs.attach(model)
     collate = MicroBatches(way, tokenizer.pad_token_id, vision=vision.of(config, model.config, tokenizer))
@@ -248,10 +249,10 @@ def _watched(
         with without_cudnn_attention(), log_probs.tiles(config.memory.loss_tokens):
             masked = needs_mask(model.config, training.precision, capability_of(model.device))
             steps = ([*map(part, step)] for step in loader(rows, collate, training.batch_size))
-            sums = summed_loss(model, steps, precision=training.precision, masked=masked, objective=objective)
+            summed = summed_loss(model, steps, precision=training.precision, masked=masked, loss=loss)
     finally:
         watching.remove()
-    return sums.tolist(), torch.cat(by_row).cpu()
+    return summed.tolist(), torch.cat(by_row).cpu()
 
 
 def _sums_by_row(batch: Inputs, outputs: Any) -> torch.Tensor:

@@ -35,7 +35,7 @@ from finetune.data.encoded import columns
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, NumbersError
 from finetune.model.base import base_dtype
-from finetune.objectives import OBJECTIVES, Objective, by_sequence, scored
+from finetune.objectives import OBJECTIVES, Loss, by_sequence, scored
 from finetune.objectives.preference import reference_column
 from finetune.objectives.starting_model import adapter_off
 from finetune.runtime import ranks
@@ -101,15 +101,15 @@ def positions(way: MicroBatching, data: Prepared, step_rows: int) -> int:
     return total
 
 
-def scoring(into: list[torch.Tensor]) -> Objective:
-    """An objective that appends the summed log-probabilities (sequences,), float32, of each batch `into` a list."""
+def scoring(into: list[torch.Tensor]) -> Loss:
+    """A loss that appends the summed log-probabilities (sequences,), float32, of each batch `into` a list."""
 
     def score(model: Any, batch: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         sums = by_sequence(scored(model, batch).log_probs, batch)
         into.append(sums)
         return sums.sum(), sums.new_tensor(len(sums))
 
-    return Objective("log-probabilities", score, evaluated=score)
+    return score
 
 
 def starting(model: Any, adapter: AdapterSection) -> contextlib.AbstractContextManager[None]:
@@ -251,7 +251,7 @@ def _one(
             try:
                 summed_loss(
                     step.model, [[inputs]], limit, report.split, precision=step.precision, masked=step.masked,
-                    repeatable=step.engine.repeatable, objective=scoring(sums),
+                    repeatable=step.engine.repeatable, loss=scoring(sums),
                 )  # fmt: skip
             except DoesNotFit as row:
                 raise report.not_repeatable(torch.OutOfMemoryError(str(row)), row.inputs) from None

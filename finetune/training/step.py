@@ -17,7 +17,7 @@ from finetune.model.distributed.engine import Engine
 from finetune.model.distributed.placement import release_gathered
 from finetune.model.precision import autocast
 from finetune.model.recompute.checkpointing import ByLength
-from finetune.objectives import Objective
+from finetune.objectives import Objective, sums
 from finetune.training.collator import Inputs, apart, for_model, tokens_a_row
 from finetune.training.noise import Noise
 
@@ -63,17 +63,19 @@ class Step:
 
         `begin` is called with each micro-batch before its pass.
         """
+        mean = self.objective.step_mean
+        assert mean is not None
         self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for micro_batch in micro_batches:
             begin(micro_batch)
             with self.monitor.phase("forward"):
                 inputs = for_model(apart(micro_batch), masked=self.masked)
                 batch = send_to_device(inputs, self.device, non_blocking=True)
                 with autocast(self.precision, self.device), packing.known(batch):
-                    sums += torch.stack(self.objective.before_step.sums(self.model, batch))
+                    total += torch.stack(sums(mean, self.model, batch))
         release_gathered(self.model)
-        return sums
+        return total
 
     def take_mean(self, sums: torch.Tensor) -> None:
         """Give the passes of the step the mean of `sum_before`, made of the `sums` of all ranks."""
