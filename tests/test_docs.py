@@ -25,7 +25,7 @@ import finetune
 from finetune import choices, cli, objectives
 from finetune.data import formats, sources
 from finetune.data.examples import Chat
-from finetune.forecast import traced_step
+from finetune.forecast import engines
 from finetune.objectives import preference
 from finetune.storage.rundir import RunDirectory
 
@@ -309,7 +309,7 @@ def test_the_example_of_an_engine_is_trained_as_it_was_forecast(quick, add, monk
     add(ENGINES)
     written(ENGINES, "finetune/model/distributed/averaged.py", monkeypatch)
     traced = written(ENGINES, "finetune/forecast/fake_averaged.py", monkeypatch)
-    monkeypatch.setitem(traced_step.ENGINES, "averaged", traced.FakeAveraged)
+    monkeypatch.setitem(engines.ENGINES, "averaged", lambda: traced.FakeAveraged)
     keys = ["memory.check=warn", "adapter.rank=64", "training.max_steps=2", "data.eval=none"]
     plain, averaged = (
         finetune.train(quick(*keys, f"distributed.kind={kind}", run=kind)).run for kind in ("auto", "averaged")

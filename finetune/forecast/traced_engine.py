@@ -1,13 +1,14 @@
 """The engine of a traced step: what rank 0 computes, on fake tensors, and what a trace asks of it besides.
 
-This one is for a rank that holds all of the model. A way of sharing it has a subclass, in ENGINES of `traced_step`.
+`TracedEngine` is for a rank that holds all of the model. A strategy that shares the model in another way has a subclass
+of it in ENGINES of `engines`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor
 
 from finetune.config import DistributedSection
+from finetune.forecast import fake
 from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.model.distributed import optimizer_states
 from finetune.model.distributed.engine import OneProcess
+from finetune.model.distributed.sharding import Sharded, held, whole_of
+from finetune.runtime import patches
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,22 @@ class TracedEngine(OneProcess):
     def saved_bytes(self) -> dict[str, int] | None:
         """Bytes of the trained weights and their states in a checkpoint, by category; None for those of the trace."""
         return None
+
+
+class TracedShards(TracedEngine, Sharded):
+    """The engine of rank 0 of a model that FSDP2 shards as in training, over ranks that do not exist (`fake_ranks`)."""
+
+    reusable = False
+
+    @staticmethod
+    @contextlib.contextmanager
+    def around(recorder: TraceRecorder) -> Iterator[None]:
+        """Let gathered weights be fake quantized ones; `recorder` follows the storages that FSDP2 resizes."""
+        with recorder.following_resizes(), patches.RESTORE_4BIT_STATE.by(fake.give_quantization_state):
+            yield
+
+    held = staticmethod(held)
+    trained_by = staticmethod(whole_of)
 
 
 class _LayerTrackingState(defaultdict[torch.nn.Parameter, Any]):

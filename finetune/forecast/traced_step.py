@@ -26,12 +26,10 @@ from finetune.data.batching import LargestBatch, per_step
 from finetune.data.encoded import IMAGES, SEEN
 from finetune.data.vision import Vision
 from finetune.errors import FinetuneError, ForecastError, first_line
-from finetune.forecast import depth, device_paths, fake_ranks
+from finetune.forecast import depth, device_paths, engines, fake_ranks
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, shorten_apart, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
-from finetune.forecast.fake_shards import FakeSharded
-from finetune.forecast.fake_zero import FakeZero
 from finetune.forecast.known_values import KnownValues
 from finetune.forecast.trace import Trace
 from finetune.forecast.trace_recorder import Answers, Routing, TracedMonitor, TraceRecorder
@@ -56,9 +54,6 @@ from finetune.training.step import Step
 _PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
 # Up to this many tokens are one tile, whatever the config says (kernels/head.py takes at least as many at a time).
 _ONE_TILE = 512
-
-ENGINES: dict[str, type[TracedEngine]] = {"fsdp": FakeSharded, "deepspeed": FakeZero}
-"""The engine that takes the place of a strategy's in a trace; of others it is TracedEngine."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +100,7 @@ class StepSetting:
     @property
     def engine(self) -> type[TracedEngine]:
         """The engine of the step."""
-        section = self.config.distributed
-        shared = strategies.applies(section, self.world_size)
-        return ENGINES.get(section.kind, TracedEngine) if shared else TracedEngine
+        return engines.of(self.config.distributed, self.world_size)
 
     @property
     def in_parts(self) -> bool:
