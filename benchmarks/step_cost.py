@@ -367,7 +367,7 @@ def least(config: Config, card: str, others: dict[str, Any]) -> dict[str, Any]:
 
 def over_least(card: Device, step: dict[str, Any], least_seconds: float) -> dict[str, float]:
     """A step's time as a multiple of the least, and what each kind of work adds to it, as the same multiples."""
-    traffic, launches = step["moved_bytes"] / card.bandwidth_bytes, step["calls"] * card.call_seconds
+    traffic, launches = step["moved_bytes"] / card.rates.bandwidth_bytes, step["calls"] * card.rates.call_seconds
     arithmetic = step["seconds"] - traffic - launches - least_seconds
     parts = {"times": step["seconds"], "arithmetic": arithmetic, "traffic": traffic, "launches": launches}
     return {name: round(seconds / least_seconds, 4) for name, seconds in parts.items()}

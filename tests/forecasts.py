@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from finetune.data.batching import LargestBatch
-from finetune.forecast.devices import Device
+from finetune.forecast.devices import Device, Rates
 from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.forecast.replay import Point
 from finetune.forecast.trace import CATEGORIES
@@ -39,8 +39,8 @@ def forecast(*, budget: int = 12 * GIB, type: str = "cuda", name: str = "RTX 309
     reserved = {"load": 3072, "forward": 4352}
     made = Forecast(
         device=Device(
-            type=type, name=name, budget_bytes=budget, outside_bytes=GIB, flops=1e12, fp32_flops=1e11,
-            bandwidth_bytes=1e11, call_seconds=1e-6,
+            type=type, name=name, budget_bytes=budget, outside_bytes=GIB,
+            rates=Rates(flops=1e12, fp32_flops=1e11, bandwidth_bytes=1e11, call_seconds=1e-6),
         ),
         attention="sdpa",
         batch=LargestBatch(rows=4, tokens=2048, padded=True, trained_tokens=8188, source="data.max_length"),

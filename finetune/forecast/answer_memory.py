@@ -168,7 +168,7 @@ class _Inference:
     def _trace(self, shortening: Shortening) -> Trace:
         device = self.device
         answers = Answers(uneven=self.rows > 1, trained_tokens=0)
-        recorder = TraceRecorder(device.operators, answers, device.flops / device.bandwidth_bytes)
+        recorder = TraceRecorder(device.operators, answers, device.rates.flops_per_byte)
         with device_paths.undisturbed(), device_paths.like(device, recorder) as mode, torch.no_grad():
             traced = _TracedInference(self, mode, recorder, shortening)
             traced.load()

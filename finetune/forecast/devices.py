@@ -7,7 +7,7 @@ import math
 import os
 import re
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -27,40 +27,61 @@ from finetune.training import probe_table
 
 
 @dataclass(frozen=True)
-class Device:
-    """The hardware that a job would run on.
+class Rates:
+    """How fast a device is. The rates rank settings, and bound a time from below.
 
-    `budget_bytes` is what it may take there, context included. `outside_bytes` is what it takes besides tensors: the
-    CUDA context and `communicator_bytes` of NCCL, or on a CPU what the process holds before it begins. The rates are
-    those of 16-bit products and of those in float32 (operations a second), of memory, of PCI Express and of NVLink
-    (bytes a second, 0 where there is none), `call_seconds` the least time of one operator; they rank settings, and
-    bound a time from below.
+    `flops` are 16-bit products, `fp32_flops` those in float32, in operations a second. `bandwidth_bytes` of memory,
+    `pcie_bytes` of PCI Express and `nvlink_bytes` of NVLink (0 without it) are bytes a second. `call_seconds` is the
+    least time of one operator.
     """
 
-    type: str
-    name: str
-    budget_bytes: int
-    outside_bytes: int
     flops: float
     fp32_flops: float
     bandwidth_bytes: float
     call_seconds: float
     pcie_bytes: float = math.inf
     nvlink_bytes: float = 0.0
-    communicator_bytes: int = 0
-    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Arithmetic over bandwidth: an operator with fewer operations a byte is bound by the bandwidth."""
+        return self.flops / self.bandwidth_bytes
+
+
+@dataclass(frozen=True)
+class Software:
+    """What the driver and the libraries of a machine allow, and how they are set."""
+
     expandable_segments: bool = False
-    """Whether the caching allocator's segments grow there (`segments`)."""
+    """Whether the caching allocator's segments grow (`runtime.segments`)."""
     cublas_workspace: str = ""
-    """`CUBLAS_WORKSPACE_CONFIG` there."""
+    """The setting `CUBLAS_WORKSPACE_CONFIG`."""
     managed_memory: bool = True
-    """Whether paged optimizer states work there (`runtime.driver`)."""
+    """Whether paged optimizer states work (`runtime.driver`)."""
     triton: bool = True
-    """Whether Triton's kernels run there; where not, the loss takes torch's own operators (`libraries`)."""
+    """Whether Triton's kernels run; where not, the loss uses torch's own operators (`runtime.libraries`)."""
     kernels_off: tuple[str, ...] = ()
-    """Fused kernels, or `loss`, that are not used there (`training.probe_table`)."""
+    """Fused kernels, or `loss`, that are not used (`training.probe_table`)."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The hardware that a job would run on.
+
+    The job may take `budget_bytes`, context included. `outside_bytes` is what it takes besides tensors: the CUDA
+    context and `communicator_bytes` of NCCL, or on a CPU what the process holds before it begins.
+    """
+
+    type: str
+    name: str
+    budget_bytes: int
+    outside_bytes: int
+    rates: Rates
+    software: Software = Software()
+    capability: tuple[int, int] = (0, 0)
+    communicator_bytes: int = 0
     measured_workspace_bytes: int = 0
-    """What `workspace_bytes` is there by measurement; 0 where nothing was measured."""
+    """`workspace_bytes` by measurement; 0 where nothing was measured."""
 
     @property
     def room_bytes(self) -> int:
@@ -77,14 +98,31 @@ class Device:
 
     @property
     def operators(self) -> DeviceOperators:
-        return operator_costs.cuda(triton=self.triton) if self.type == "cuda" else operator_costs.cpu()
+        return operator_costs.cuda(triton=self.software.triton) if self.type == "cuda" else operator_costs.cpu()
 
     @property
     def workspace_bytes(self) -> int:
         """Library workspaces inside the caching allocator."""
         if self.measured_workspace_bytes:
             return self.measured_workspace_bytes
-        return operator_costs.workspace_bytes(self.capability, self.cublas_workspace) if self.type == "cuda" else 0
+        if self.type == "cpu":
+            return 0
+        return operator_costs.workspace_bytes(self.capability, self.software.cublas_workspace)
+
+    def in_float32(self) -> Device:
+        """The device as a job without 16-bit products uses it."""
+        return replace(self, rates=replace(self.rates, flops=self.rates.fp32_flops))
+
+    def deterministic(self) -> Device:
+        """The device with the workspace that cuBLAS needs for deterministic products, unless one is set."""
+        if self.software.cublas_workspace:
+            return self
+        software = replace(self.software, cublas_workspace=libraries.DETERMINISTIC_CUBLAS)
+        return replace(self, software=software, measured_workspace_bytes=0)
+
+    def without(self, kernels: Collection[str]) -> Device:
+        """The device where these fused kernels, and no others, are not used."""
+        return replace(self, software=replace(self.software, kernels_off=tuple(sorted(kernels))))
 
 
 DISK_READ_BYTES, DISK_WRITE_BYTES = 7e9, 5e9
@@ -135,7 +173,7 @@ def of_ranks(device: Device, groups: Sequence[int], context: int) -> Device:
     if device.type != "cuda" or not groups:
         return device
     size = sum(map(operator_costs.communicator_bytes, groups))
-    if device.nvlink_bytes:
+    if device.rates.nvlink_bytes:
         size += operator_costs.exchange_bytes(context)
     return replace(device, outside_bytes=device.outside_bytes + size, communicator_bytes=size)
 
@@ -185,14 +223,11 @@ def _card(gpu: gpus.Gpu, total: int, budget: int | None, name: str) -> Device:
         name=name if name == gpu.name else f"{name} (speed and context of {gpu.name})",
         budget_bytes=min(total, budget or total),
         outside_bytes=operator_costs.context_bytes(gpu.multiprocessors),
-        flops=gpu.flops,
-        fp32_flops=gpu.fp32_flops,
-        bandwidth_bytes=gpu.bandwidth_bytes,
-        pcie_bytes=gpu.pcie_bytes,
-        nvlink_bytes=gpu.nvlink_bytes,
-        call_seconds=_CUDA_CALL_SECONDS,
+        rates=Rates(
+            gpu.flops, gpu.fp32_flops, gpu.bandwidth_bytes, _CUDA_CALL_SECONDS, gpu.pcie_bytes, gpu.nvlink_bytes
+        ),
+        software=Software(expandable_segments=segments.grow_elsewhere()),
         capability=gpu.compute_capability,
-        expandable_segments=segments.grow_elsewhere(),
     )
 
 
@@ -222,21 +257,26 @@ def _present(budget: int | None) -> Device:
         sheet,
         name=properties.name,
         outside_bytes=context,
-        flops=figures.flops or sheet.flops,
-        fp32_flops=figures.fp32_flops or sheet.fp32_flops,
-        bandwidth_bytes=figures.bandwidth_bytes or sheet.bandwidth_bytes,
+        rates=replace(
+            sheet.rates,
+            flops=figures.flops or sheet.rates.flops,
+            fp32_flops=figures.fp32_flops or sheet.rates.fp32_flops,
+            bandwidth_bytes=figures.bandwidth_bytes or sheet.rates.bandwidth_bytes,
+        ),
+        software=Software(
+            expandable_segments=segments.grow(torch.cuda.current_device()),
+            cublas_workspace=cublas_workspace,
+            managed_memory=driver.shares_managed_memory(torch.cuda.current_device()),
+            triton=libraries.triton_obstacle() is None,
+            kernels_off=probe_table.off_on(device),
+        ),
         capability=(properties.major, properties.minor),
-        expandable_segments=segments.grow(torch.cuda.current_device()),
-        cublas_workspace=cublas_workspace,
         measured_workspace_bytes=0 if cublas_workspace else figures.workspace_bytes,
-        managed_memory=driver.shares_managed_memory(torch.cuda.current_device()),
-        triton=libraries.triton_obstacle() is None,
-        kernels_off=probe_table.off_on(device),
     )
 
 
 def _cpu(budget: int | None) -> Device:
-    flops, fp32_flops, bandwidth, call = _cpu_rates()
+    rates = _cpu_rates()
     # What a training process holds then: every adapter imports it (20 MiB, without scipy).
     with patches.SCIPY.by(lambda: False):
         importlib.import_module("peft")
@@ -248,11 +288,8 @@ def _cpu(budget: int | None) -> Device:
         name="CPU",
         budget_bytes=int(min(available, budget or available)),
         outside_bytes=held,
-        flops=flops,
-        fp32_flops=fp32_flops,
-        bandwidth_bytes=bandwidth,
-        call_seconds=call,
-        kernels_off=probe_table.off_on(torch.device("cpu")),
+        rates=rates,
+        software=Software(kernels_off=probe_table.off_on(torch.device("cpu"))),
     )
 
 
@@ -281,21 +318,20 @@ def _left_by(group: Path) -> float:
 
 
 @cache
-def _cpu_rates() -> tuple[float, float, float, float]:
-    """(operations a second in bfloat16 and in float32, bytes a second, seconds a call) of this CPU, measured in some
-    milliseconds.
-    """
+def _cpu_rates() -> Rates:
+    """The rates of this CPU, measured in some milliseconds."""
+
+    def seconds(work: Callable[[], object]) -> float:
+        work()
+        return min(timeit.repeat(work, number=1))
+
     left = torch.ones(512, 512)
     left_16 = torch.ones(256, 256, dtype=torch.bfloat16)  # without instructions for it, 60 times slower
     wide = torch.ones(2**22)
     one = torch.ones(1)
-    products_16, products = _seconds(lambda: left_16 @ left_16), _seconds(lambda: left @ left)
-    copies = _seconds(lambda: wide.clone())
-    call = _seconds(lambda: one + one)
-    return 2 * 256**3 / products_16, 2 * 512**3 / products, 2 * wide.numel() * 4 / copies, call
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """The least of several times, in seconds."""
-    work()
-    return min(timeit.repeat(work, number=1))
+    return Rates(
+        flops=2 * 256**3 / seconds(lambda: left_16 @ left_16),
+        fp32_flops=2 * 512**3 / seconds(lambda: left @ left),
+        bandwidth_bytes=2 * wide.nbytes / seconds(lambda: wide.clone()),
+        call_seconds=seconds(lambda: one + one),
+    )

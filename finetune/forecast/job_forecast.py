@@ -113,7 +113,7 @@ class Forecast:
         return {
             "fits": self.fits,
             "device": self.device.name,
-            "expandable_segments": self.device.expandable_segments,
+            "expandable_segments": self.device.software.expandable_segments,
             "budget_bytes": self.budget_bytes,
             "needed_bytes": self.needed_bytes,
             **{name: getattr(self, name) for name in own},
@@ -253,9 +253,9 @@ def _seconds(work: Work, device: Device) -> float:
     gathers of the next layer and its reduced gradients, and DDP's averages.
     """
     computing = (
-        (work.flops - work.hidden_flops) / device.flops
-        + work.moved_bytes / device.bandwidth_bytes
-        + work.calls * device.call_seconds
+        (work.flops - work.hidden_flops) / device.rates.flops
+        + work.moved_bytes / device.rates.bandwidth_bytes
+        + work.calls * device.rates.call_seconds
     )
     return max(computing, sending_seconds(work.copied_bytes, work.sent_bytes, device))
 
@@ -265,9 +265,10 @@ def sending_seconds(copied_bytes: int, sent_bytes: int, device: Device) -> float
 
     Both go over PCI Express, one after the other, unless the cards have NVLink.
     """
-    if device.nvlink_bytes:
-        return max(copied_bytes / device.pcie_bytes, sent_bytes / device.nvlink_bytes)
-    return (copied_bytes + sent_bytes) / device.pcie_bytes
+    rates = device.rates
+    if rates.nvlink_bytes:
+        return max(copied_bytes / rates.pcie_bytes, sent_bytes / rates.nvlink_bytes)
+    return (copied_bytes + sent_bytes) / rates.pcie_bytes
 
 
 def averaging_bytes(gradient_bytes: int, ranks: int) -> int:

@@ -87,7 +87,7 @@ class Replay:
         self._trace = trace
         self._device = device
         self._allocator = (
-            CachingAllocator(capacity_bytes, expandable_segments=device.expandable_segments)
+            CachingAllocator(capacity_bytes, expandable_segments=device.software.expandable_segments)
             if device.type == "cuda"
             else None
         )

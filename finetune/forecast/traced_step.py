@@ -184,14 +184,14 @@ def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) ->
             return extrapolate(trace, kept.shortened)
         ready = models.ready.pop((setting.job, kept.kinds), None)
     answers = Answers(uneven=False, trained_tokens=0)
-    recorder = (
-        ready.recorder if ready else TraceRecorder(device.operators, answers, device.flops / device.bandwidth_bytes)
-    )
+    recorder = ready.recorder if ready else TraceRecorder(device.operators, answers, device.rates.flops_per_byte)
     with (
         fake_ranks.placing(config.distributed, setting.world_size) as placement,
         fake_ranks.splitting(config.distributed, setting.world_size) as group,
         device_paths.undisturbed(),
-        log_probs.tiles(config.memory.loss_tokens, fused=config.fused != "off" and "loss" not in device.kernels_off),
+        log_probs.tiles(
+            config.memory.loss_tokens, fused=config.fused != "off" and "loss" not in device.software.kernels_off
+        ),
         device_paths.like(device, recorder, ready.mode if ready else None) as mode,
         setting.engine.around(recorder),
     ):
@@ -329,10 +329,10 @@ class _TracedStep:
         """The step, as `training.assembly` makes it."""
         config, card = self._config, self._device
         log_probs.attach(self._model)
-        triton = card.type != "cuda" or card.triton
-        kernels.attach(self._model, config.fused, triton=triton, without=card.kernels_off)
+        triton = card.type != "cuda" or card.software.triton
+        kernels.attach(self._model, config.fused, triton=triton, without=card.software.kernels_off)
         updated_on = "cpu" if self.recorder.shards_on_host else card.type
-        name, _ = optimizers.choose(config.optimizer, updated_on, managed_memory=card.managed_memory)
+        name, _ = optimizers.choose(config.optimizer, updated_on, managed_memory=card.software.managed_memory)
         with warnings.catch_warnings():
             # bitsandbytes looks embeddings up by their addresses, and fake ones have none.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")

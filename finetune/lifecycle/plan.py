@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ def plan(
     def of_first_rank() -> tuple[Config, Forecast | None]:
         if config.memory.check != "off" or not config.fitted:
             stage("forecasting the memory of a training step")
-        card = replace(devices.here(device, config.memory), kernels_off=tuple(sorted(kernels_off)))
+        card = devices.here(device, config.memory).without(kernels_off)
         planner = Planner(reference_scores.decided(config, data), architecture, card, data, ranks.world_size())
         resolved, fitted = _resolved(planner, terminal)
         if earlier and (lowered := resume.lowered(resolved, earlier)):

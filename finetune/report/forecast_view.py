@@ -258,7 +258,7 @@ def _settings(forecast: Forecast) -> dict[str, str]:
     shown |= words.shorter(forecast)
     if forecast.sharing:
         shown["sharing"] = words.sharing(forecast.sharing)
-    if forecast.device.expandable_segments:
+    if forecast.device.software.expandable_segments:
         shown["allocator"] = "expandable segments"
     if forecast.mixture:
         shown["experts"] = words.mixture(forecast.mixture)

@@ -112,7 +112,7 @@ class Planner:
         """The device as one of the ranks uses it, with the rate of the job's precision."""
         section, device = config.distributed, self.device
         if config.training.precision == "fp32":
-            device = replace(device, flops=device.fp32_flops)
+            device = device.in_float32()
         return devices.of_ranks(device, strategies.groups(section, self.gpus), section.context)
 
     def _forecast(
@@ -120,8 +120,8 @@ class Planner:
         reference: LargestBatch | None = None, evenly: bool = False,
     ) -> Forecast:  # fmt: skip
         device = self._device(config)
-        if config.training.deterministic and not device.cublas_workspace:
-            device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS, measured_workspace_bytes=0)
+        if config.training.deterministic:
+            device = device.deterministic()
         implementation = _attention(config, self.architecture, device)
         capability = device.capability if device.type == "cuda" else None
         flash = backends.has_flash(config.training.precision, capability)

@@ -98,7 +98,8 @@ def test_a_setting_is_forecast_without_a_gpu(name: str) -> None:
     (setting,) = (one for one in forecast_gpu.SETTINGS if one.name == name)
     config, architecture = setting.resolved(), setting.build_architecture()
     data = measured_step._data(config, architecture.vocab_size, setting.rows)
-    card = dataclasses.replace(device.find("H100", config.memory), expandable_segments=setting.expandable)
+    software = device.Software(expandable_segments=setting.expandable)
+    card = dataclasses.replace(device.find("H100", config.memory), software=software)
     found = Planner(config, architecture, card, data).forecast()
     assert found.fits
     assert found.batch.source == "the data's rows"

@@ -116,9 +116,8 @@ def uneven(quick: Callable[..., Config], tmp_path: Path) -> Callable[..., Planne
         )  # fmt: skip
         planner = planning.planner_for(job, "cpu")
         # What this machine is measured at, and holds, would move the choice.
-        fixed = dataclasses.replace(
-            planner.device, fp32_flops=1e11, bandwidth_bytes=2e10, call_seconds=1e-5, outside_bytes=100 * MIB
-        )
+        rates = dataclasses.replace(planner.device.rates, fp32_flops=1e11, bandwidth_bytes=2e10, call_seconds=1e-5)
+        fixed = dataclasses.replace(planner.device, rates=rates, outside_bytes=100 * MIB)
         planner = dataclasses.replace(planner, device=fixed)
         least, most = (
             planner.forecast(job.changed({"memory.checkpointing": level, "training.micro_batch": 2})).needed_bytes

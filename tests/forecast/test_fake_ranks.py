@@ -236,7 +236,8 @@ def test_each_next_step_of_sharding_is_a_lever() -> None:
 
 def test_nccl_has_a_term_for_several_gpus_and_for_nothing_else() -> None:
     """544 MiB for two GPUs, 688 for more (NVIDIA/nccl#964), once for each group that a rank is in."""
-    card, nvlink = tiny_models.card(), dataclasses.replace(tiny_models.card(), nvlink_bytes=1e11)
+    card = tiny_models.card()
+    nvlink = dataclasses.replace(card, rates=dataclasses.replace(card.rates, nvlink_bytes=1e11))
     split = {"distributed__context": 2}
     for ranks, device, changes, expected in (
         (1, card, {}, 0),

@@ -18,7 +18,8 @@ import finetune
 from finetune.choices import load_config
 from finetune.config import Config
 from finetune.data.batching import LargestBatch
-from finetune.forecast import devices, job_forecast, kept
+from finetune.forecast import cache as kept
+from finetune.forecast import devices, job_forecast
 from finetune.forecast.cache import Kept
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.trace import Trace
@@ -192,8 +193,9 @@ def test_with_other_memory_free_a_forecast_holds_unless_the_allocator_would_act_
 def test_on_a_cpu_the_kept_forecast_takes_the_rates_and_the_memory_of_now(traced: list[Any]) -> None:
     job = config()
     then = planning.planner_for(job, "cpu").device
-    half = {name: getattr(then, name) / 2 for name in ("flops", "fp32_flops", "bandwidth_bytes")}
-    now = dataclasses.replace(then, **half, outside_bytes=then.outside_bytes + 2**20, budget_bytes=2**40)
+    half = {name: getattr(then.rates, name) / 2 for name in ("flops", "fp32_flops", "bandwidth_bytes")}
+    rates = dataclasses.replace(then.rates, **half)
+    now = dataclasses.replace(then, rates=rates, outside_bytes=then.outside_bytes + 2**20, budget_bytes=2**40)
     architecture = planner(job).architecture
     first = Planner(job, architecture, then, None).forecast()
     second = Planner(job, architecture, now, None).forecast()

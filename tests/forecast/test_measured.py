@@ -60,7 +60,7 @@ def test_figures_are_measured_once_and_replace_the_data_sheet(gpu, notes, monkey
     card = devices.here(GPU, MemorySection())
     assert card.outside_bytes == 240 * MIB
     assert card.room_bytes == plain.room_bytes == gpu.free, "the context counts on both sides"
-    assert (card.flops, card.fp32_flops, card.bandwidth_bytes) == (1e14, 3e13, 2e11)
+    assert (card.rates.flops, card.rates.fp32_flops, card.rates.bandwidth_bytes) == (1e14, 3e13, 2e11)
     assert card.workspace_bytes == 32 * MIB != plain.workspace_bytes
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     assert devices.here(GPU, MemorySection()).workspace_bytes == operator_costs.workspace_bytes((8, 9), ":16:8")

@@ -13,11 +13,11 @@ from traces import Story
 
 from finetune.data.batching import LargestBatch
 from finetune.forecast import job_forecast, operator_costs, replay
-from finetune.forecast.devices import Device
+from finetune.forecast.devices import Device, Rates, Software
 from finetune.forecast.job_forecast import PHASES, WORDS, Forecast
 from finetune.forecast.trace import CATEGORIES
 
-CPU = Device("cpu", "CPU", 10 * GIB, 100 * MIB, flops=1e9, fp32_flops=1e9, bandwidth_bytes=1e8, call_seconds=1e-3)
+CPU = Device("cpu", "CPU", 10 * GIB, 100 * MIB, Rates(1e9, 1e9, bandwidth_bytes=1e8, call_seconds=1e-3))
 CARD = dataclasses.replace(CPU, type="cuda", name="a card", outside_bytes=300 * MIB, capability=(8, 9))
 BATCH = LargestBatch(rows=2, tokens=64, padded=True, trained_tokens=96)
 
@@ -72,7 +72,7 @@ def test_segments_that_grow_reserve_whole_pages_and_lie_together() -> None:
     of 10 (to 140) and states of 20 (to 160) in the optimizer's first step. The gradients go, and the 80 that are saved
     (to 240) do not fit their place, nor do 40 of logits (to 280) and 40 more (to 320).
     """
-    card = dataclasses.replace(CARD, expandable_segments=True)
+    card = dataclasses.replace(CARD, software=Software(expandable_segments=True))
     found = made(step(10 * MIB), card)
     reserved = {phase: peak["reserved_bytes"] // MIB for phase, peak in found.phases.items()}
     assert reserved.pop("load") == 140
@@ -88,7 +88,7 @@ def test_the_workspace_is_larger_on_newer_cards_and_counted_as_set() -> None:
         ((9, 0), ":4096:2:16:8", 16.25 * MIB),
     ):
         assert operator_costs.workspace_bytes(capability, setting) == expected
-    assert dataclasses.replace(CARD, cublas_workspace=":16:8").workspace_bytes == 2 * 16 * 8 * 1024
+    assert dataclasses.replace(CARD, software=Software(cublas_workspace=":16:8")).workspace_bytes == 2 * 16 * 8 * 1024
     newer = dataclasses.replace(CARD, capability=(9, 0))
     assert made(step(), newer).peak_allocated_bytes - made(step(), CARD).peak_allocated_bytes == (64 - 16.25) * MIB
 
@@ -138,7 +138,7 @@ def test_what_is_sent_runs_beside_the_arithmetic_and_counts_where_it_takes_longe
     nvlink_bytes: float, expected: float
 ) -> None:
     """By hand: copies of 5 GB to and from the host at 0.5 GB/s, and 15 GB to other cards, by NVLink or the same way."""
-    card = dataclasses.replace(CARD, pcie_bytes=0.5e9, nvlink_bytes=nvlink_bytes)
+    card = dataclasses.replace(CARD, rates=dataclasses.replace(CARD.rates, pcie_bytes=0.5e9, nvlink_bytes=nvlink_bytes))
 
     def seconds(**sent: int) -> float:
         story = step().at("backward")

@@ -103,7 +103,7 @@ def test_a_plan_is_in_the_precision_and_at_the_rate_that_the_card_trains_with(
 ) -> None:
     plan = planning.plan(quick("training.precision=auto", "data.max_length=64", *settings), gpu)
     assert (plan.config.training.precision, plan.as_dict()["precision"]) == (value, value)
-    assert plan.forecast.device.flops == (flops or plan.forecast.device.flops)
+    assert plan.forecast.device.rates.flops == (flops or plan.forecast.device.rates.flops)
     assert (plan.why_precision is None) is ("training.precision=fp32" in settings)
 
 

@@ -185,7 +185,7 @@ def test_run_forecast_and_run_directory_agree(driver: Install, l4: None, monkeyp
         planned = devices.find("auto", MemorySection()), devices.here(torch.device("cuda", 0), MemorySection())
         device = this_device()
         assert ("expandable_segments:True" in segments.setting()) is grow
-        assert [each.expandable_segments for each in planned] == [grow, grow]
+        assert [each.software.expandable_segments for each in planned] == [grow, grow]
         assert environment.describe(device)["device"]["expandable_segments"] is grow
 
 
@@ -196,7 +196,7 @@ def test_optimizer_states_are_paged_where_the_driver_shares_managed_memory_and_a
     for attributes, shared in (({83: 1, 89: 1}, True), ({83: 1}, False), ({89: 1}, False), ({}, False)):
         driver(attributes)
         assert nvidia.shares_managed_memory(GPU) is shared
-        assert devices.here(torch.device("cuda", 0), MemorySection()).managed_memory is shared
+        assert devices.here(torch.device("cuda", 0), MemorySection()).software.managed_memory is shared
 
 
 def test_training_in_another_stream_than_the_default_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,11 +211,11 @@ def test_training_in_another_stream_than_the_default_one_is_refused(monkeypatch:
 
 
 def test_a_card_elsewhere_is_planned_for_with_them_and_a_cpu_without(driver: Install) -> None:
-    assert devices.find("RTX 4090", MemorySection()).expandable_segments
-    assert devices.find("24GiB", MemorySection()).expandable_segments
-    assert not devices.find("cpu", MemorySection()).expandable_segments
+    assert devices.find("RTX 4090", MemorySection()).software.expandable_segments
+    assert devices.find("24GiB", MemorySection()).software.expandable_segments
+    assert not devices.find("cpu", MemorySection()).software.expandable_segments
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-    assert not devices.find("RTX 4090", MemorySection()).expandable_segments
+    assert not devices.find("RTX 4090", MemorySection()).software.expandable_segments
 
 
 @pytest.mark.slow
@@ -230,7 +230,11 @@ def test_a_forecast_says_which() -> None:
     trace = tiny_models.trace(tiny_models.config(), tiny_models.architecture(layers=1), where=card)
     found = {
         grow: job_forecast.make(
-            trace, dataclasses.replace(card, expandable_segments=grow), tiny_models.BATCH, "sdpa", replay.RunSetting()
+            trace,
+            dataclasses.replace(card, software=devices.Software(expandable_segments=grow)),
+            tiny_models.BATCH,
+            "sdpa",
+            replay.RunSetting(),
         )
         for grow in (True, False)
     }
