@@ -666,8 +666,9 @@ def step_settings(setting: Setting) -> list[Any]:
     import torch
     from measured_step import STEPS, by_row, shared
 
-    from finetune.data import vision
     from finetune.data.batching import Sizes, worst_batches
+    from finetune.data.media import TEXT_ALONE
+    from finetune.data.prepare import media_of
     from finetune.forecast import devices
     from finetune.forecast.traced_step import StepSetting
     from finetune.model.attention import backends
@@ -680,9 +681,9 @@ def step_settings(setting: Setting) -> list[Any]:
     data = rows * (
         1 if setting.images else STEPS
     )  # of which the run takes the largest in its warm-up, whatever the order
-    seeing = None
+    media = TEXT_ALONE
     if setting.images:
-        seeing = vision.of(config, architecture, load_tokenizer(config.model))
+        media = media_of(config, load_tokenizer(config.model), architecture)
     columns: dict[str, Any] = {
         "length": [sum(length for length, _ in row) for row in data],
         "trained": [sum(trained for _, trained in row) for row in data],
@@ -690,8 +691,8 @@ def step_settings(setting: Setting) -> list[Any]:
         "shared": [*map(shared, data)],
     }
     sizes = Sizes.of(columns, way)
-    if seeing:
-        sizes = dataclasses.replace(sizes, images=[processors.seen(seeing, own) for own in setting.images])
+    if media:
+        sizes = dataclasses.replace(sizes, images=[processors.seen(media, own) for own in setting.images])
     batches = worst_batches(sizes, way, len(rows), "the setting")
     attention = backends.planned(
         config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing,
@@ -699,7 +700,7 @@ def step_settings(setting: Setting) -> list[Any]:
     )  # fmt: skip
     card, held_out = devices.find("cpu", config.memory), config.data.eval != "none"
     return [
-        StepSetting(config, architecture, batch, batch if held_out else None, card, attention, vision=seeing)
+        StepSetting(config, architecture, batch, batch if held_out else None, card, attention, media=media)
         for batch in batches
     ]
 

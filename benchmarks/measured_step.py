@@ -393,7 +393,6 @@ def _split(rows: Sequence[Sequence[Row]], vocabulary: int, layout: RowLayout) ->
 def _with_images(data: Prepared, config: Config, architecture: Any, images: Shown, folder: Path) -> Prepared:
     """`data`, each of whose rows has the images of its place in the micro-batch, at its start."""
     seeing = vision.of(config, architecture, load_tokenizer(config.model))
-    assert seeing
 
     def showing(rows: Any, order: Iterable[int]) -> Any:
         columns = rows.to_dict()
@@ -410,7 +409,7 @@ def _with_images(data: Prepared, config: Config, architecture: Any, images: Show
 
     held_out = None if data.eval is None else showing(data.eval, range(len(data.eval)))
     train = showing(data.train, _order(config, len(data.train)))
-    return dataclasses.replace(data, train=train, eval=held_out, vision=seeing)
+    return dataclasses.replace(data, train=train, eval=held_out, media=seeing)
 
 
 class _Marks(Monitor):

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Sampler
 
 from finetune.config import DataSection, TrainingSection
-from finetune.data.encoded import ONE_SEQUENCE, SEEN, RowLayout
+from finetune.data.encoded import MEDIA_SIZES, ONE_SEQUENCE, RowLayout
 
 # Rows are sorted by length within windows of this many batches: large enough for little padding, small enough to keep
 # the order of batches random. transformers' LengthGroupedSampler uses the same value.
@@ -143,8 +143,8 @@ class Sizes:
     def of(cls, rows: Any, way: MicroBatching) -> Sizes:
         """The sizes of the rows of a prepared split."""
         if not way.layout.segments:
-            there = SEEN in getattr(rows, "column_names", ())
-            return cls(rows["length"][:], rows["trained"][:], images=rows[SEEN][:] if there else ())
+            there = MEDIA_SIZES in getattr(rows, "column_names", ())
+            return cls(rows["length"][:], rows["trained"][:], images=rows[MEDIA_SIZES][:] if there else ())
         segments, shared = rows["segments"][:], rows["shared"][:]
         lengths = [*map(way.length, segments, shared)]
         computed = [*map(way.computed, segments, shared)] if way.layout.together > 1 else ()
@@ -177,7 +177,7 @@ class Sizes:
 
 
 def area(seen: Sequence[int]) -> int:
-    """The area of a row's images, in tokens: every third number of `encoded.SEEN`."""
+    """The area of a row's images, in tokens: every third number of `encoded.MEDIA_SIZES`."""
     return sum(seen[2::3])
 
 
@@ -242,7 +242,7 @@ class LargestBatch:
     `padded`: whether some sequence is shorter than the longest. `trained_tokens`: labelled positions in all rows.
     `source`: where the lengths come from. `packed`: the lengths of the sequences in a packed micro-batch, which the
     model sees as one. `shared`: how many tokens the sequences of each row share, which its first one has. `order`: by
-    which its rows are the first ones. `images`: the height, width and tokens of each row's, as `encoded.SEEN` has them.
+    which its rows are the first ones. `images`: `encoded.MEDIA_SIZES` of each row.
     """
 
     rows: int

@@ -23,8 +23,8 @@ from finetune.data.examples import (
     Several,
     Text,
     Tokens,
-    images_of,
     in_common,
+    media_in,
     parts,
     text_of,
 )
@@ -180,7 +180,7 @@ def _segment(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: 
     match example:
         case Chat(escaped=escaped):
             segment = yield from _chat(example, tokenizer, loss_on)
-            return replace(segment, escaped=escaped, images=example.images)
+            return replace(segment, escaped=escaped, media=example.images)
         case Completion(escaped=escaped):
             return replace((yield from _completion(example, tokenizer, loss_on)), escaped=escaped)
         case Tokens():
@@ -208,7 +208,7 @@ def _scored(example: Example, tokenizer: Any) -> Asking[Segment]:
             ids = _tokens(example, tokenizer).input_ids
     labels = list(ids) if isinstance(example, Text) else [IGNORE] * (len(ids) - 1) + ids[-1:]
     escaped = not isinstance(example, Tokens) and example.escaped
-    return Segment(list(ids), labels, escaped=escaped, images=images_of(example), scored=True)
+    return Segment(list(ids), labels, escaped=escaped, media=media_in(example), scored=True)
 
 
 def _prompt(example: Example, tokenizer: Any, control_tokens: ControlTokens) -> Asking[list[int]]:

@@ -49,10 +49,10 @@ class RowImage:
     tokens: int = 0
 
 
-IMAGES = "images"
-"""The column of a row's images, each with its path or data, digest, height and width."""
+MEDIA = "images"
+"""The column of what a row shows: images, each with its path or data, digest, height and width."""
 
-SEEN = "seen"
+MEDIA_SIZES = "seen"
 """The column of the height, width and tokens of each image of a row, one image after the other."""
 
 MISMATCHED = "mismatched"
@@ -127,7 +127,7 @@ NO_HEAD = Head()
 
 @dataclass(frozen=True)
 class Segment:
-    """Token ids and labels of one sequence, of the same length, and the images that some of the tokens stand for.
+    """Token ids and labels of one sequence, of the same length, and the `media` (images) that some of them stand for.
 
     If it is cut, its parts keep the `head`. In an `escaped` segment, control tokens in its text were tokenized as text.
     `lost_thoughts`: turns are not trained because the chat template drops their thoughts.
@@ -140,7 +140,7 @@ class Segment:
     escaped: bool = False
     lost_thoughts: bool = False
     teacher: Teacher | None = field(default=None, compare=False)
-    images: tuple[RowImage, ...] = ()
+    media: tuple[RowImage, ...] = ()
     scored: bool = False
 
     @property
@@ -185,9 +185,9 @@ class Encoded:
         return list(chain.from_iterable(segment.labels for segment in self.segments))
 
     @property
-    def images(self) -> tuple[RowImage, ...]:
-        """The images of all segments, one after the other."""
-        return tuple(chain.from_iterable(segment.images for segment in self.segments))
+    def media(self) -> tuple[RowImage, ...]:
+        """What all segments show, one after the other."""
+        return tuple(chain.from_iterable(segment.media for segment in self.segments))
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -120,7 +120,7 @@ def parts(content: Content) -> tuple[Example, ...]:
     return tuple(content.segments.values()) if isinstance(content, Several) else (content,)
 
 
-def images_of(example: Example) -> tuple[RowImage, ...]:
+def media_in(example: Example) -> tuple[RowImage, ...]:
     """The images that an example shows, in order."""
     return example.images if isinstance(example, Chat) else ()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import ModelSection
-from finetune.data.encoded import IMAGES, SEEN, columns
+from finetune.data.encoded import MEDIA, MEDIA_SIZES, columns
 from finetune.errors import ArtifactError
 from finetune.model.source import file_hashes
 from finetune.storage import records
@@ -58,7 +58,7 @@ def of_rows(rows: Any, *, images: bool = True) -> str:
     import pyarrow
 
     digest = hashlib.sha256(str(len(rows)).encode())
-    trained = rows.table.select([name for name in columns(rows) if images or name not in (IMAGES, SEEN)])
+    trained = rows.table.select([name for name in columns(rows) if images or name not in (MEDIA, MEDIA_SIZES)])
     for at in range(0, len(rows), _ROWS_AT_ONCE):
         for column in trained.slice(at, _ROWS_AT_ONCE).columns:
             if pyarrow.types.is_list(column.type) and pyarrow.types.is_struct(column.type.value_type):  # images
@@ -78,7 +78,7 @@ def of_rows(rows: Any, *, images: bool = True) -> str:
 
 def of_images(rows: Any) -> records.ImageHashes:
     """The hash of rows that may have images without those, and the digest of each image, cut to tell which differ."""
-    digests = itertools.chain.from_iterable(map(_digests, rows.table.column(IMAGES).chunks))
+    digests = itertools.chain.from_iterable(map(_digests, rows.table.column(MEDIA).chunks))
     return {"rows": of_rows(rows, images=False), "images": "".join(each[:_DIGITS_OF_IMAGE] for each in digests)}
 
 

@@ -18,22 +18,18 @@ import contextlib
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from finetune.data import fields as row
 from finetune.data.encoded import RowImage
-from finetune.data.examples import Chat, Content, Example, Message, RowError, Several
+from finetune.data.examples import Chat, Example, Message, RowError
 from finetune.data.fields import Fields
+from finetune.data.media import NOT_SEEN, Input, Made
 from finetune.errors import DataError
-
-if TYPE_CHECKING:
-    import torch
-
-    from finetune.data.vision import Vision
 
 COLUMNS = ("images", "image")
 """The fields of a row that may have its images."""
@@ -55,9 +51,6 @@ _MOST_BYTES = 2**28
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _KEYS = ("image", "path", "url", "bytes")
 _THREADS = 4
-
-Input = TypeVar("Input")
-Made = TypeVar("Made")
 
 
 # -- where rows name them --------------------------------------------------------------------------------------------
@@ -211,33 +204,12 @@ def _too_deep(mode: str) -> str:
 # -- sizes, in preparation -------------------------------------------------------------------------------------------
 
 
-def measured(content: Content, folder: Path | None, vision: Vision | None) -> Content:
-    """`content` with the size and the text of each image; paths are relative to `folder`.
+def measured(image: RowImage, folder: Path | None, text: Callable[[int, int], str]) -> RowImage:
+    """`image` with its digest, its size and the `text` of an image of that height and width.
 
-    Raises RowError for a file that is missing, has too many pixels or cannot be decoded, or that the base does not see.
+    Its path is relative to `folder`. Raises RowError for a file that is missing, has too many pixels or cannot be
+    decoded.
     """
-    if isinstance(content, Several):
-        segments = {name: measured_example(each, folder, vision) for name, each in content.segments.items()}
-        return replace(content, segments=segments)
-    return measured_example(content, folder, vision)
-
-
-def measured_example(example: Example, folder: Path | None, vision: Vision | None) -> Example:
-    """`measured`, of one example."""
-    if not isinstance(example, Chat) or not example.images:
-        return example
-    if vision is None:
-        raise RowError(NOT_SEEN)
-    return replace(example, images=tuple(_measured(image, folder, vision) for image in example.images))
-
-
-NOT_SEEN = (
-    "the row has images, and of the base only the language layers are loaded; set `model.vision: frozen` for a base "
-    "that sees, or remove the row"
-)
-
-
-def _measured(image: RowImage, folder: Path | None, vision: Vision) -> RowImage:
     from finetune.data import cache
 
     if image.path:
@@ -247,13 +219,11 @@ def _measured(image: RowImage, folder: Path | None, vision: Vision) -> RowImage:
     digest = cache.digest_of(content)
     try:
         height, width = _size(content, name)
-        text = vision.text(height, width)
+        return replace(image, digest=digest, height=height, width=width, text=text(height, width))
     except RowError:
         raise
     except Exception as error:  # anything may be in a file, and a processor has limits of its own
         raise RowError(f"{name}: cannot be read as an image ({_why(error)}); replace it, or remove the row") from None
-    tokens = vision.count(height, width)
-    return replace(image, digest=digest, height=height, width=width, mark=vision.mark, text=text, tokens=tokens)
 
 
 def _why(error: Exception) -> str:
@@ -366,16 +336,6 @@ def spelled_out(
     return "".join([*pieces, text[last:]]), [(moved(start), moved(end)) for start, end in marks]
 
 
-def check_tokens(ids: Sequence[int], shown: Iterable[RowImage], vision: Vision) -> None:
-    """Raise RowError for tokens of images that the row does not have, as rows tokenized elsewhere may."""
-    there = sum(map(ids.count, vision.image_tokens))
-    if there != (wanted := sum(image.text.count(vision.token) for image in shown)):
-        raise RowError(
-            f"it has {there} tokens `{vision.token}`, which stand for images, and {wanted} for the images of the row; "
-            "show images as parts of messages, and set `data.control_tokens: text`"
-        )
-
-
 def as_in_rows(example: Chat) -> list[Message]:
     """The messages of an example as rows have them, with the paths of its images."""
     following = iter(example.images)
@@ -426,32 +386,3 @@ def thumbnail(image: Mapping[str, Any]) -> bytes:
     picture.thumbnail((THUMBNAIL, THUMBNAIL))
     picture.save(written, "JPEG", quality=75)
     return written.getvalue()
-
-
-def processed(row: Sequence[Mapping[str, Any]], vision: Vision) -> dict[str, torch.Tensor]:
-    """The model's arguments for the images of a row, decoded; none for a row without any. Raises as `decoded`."""
-    return vision.pixels([decoded(image) for image in row]) if row else {}
-
-
-@dataclass(frozen=True)
-class ShownImages:
-    """The measured images of several rows, whose pixels are decoded when the model gets them; by default none."""
-
-    vision: Vision | None = None
-    rows: Sequence[Sequence[RowImage]] = ()
-
-    def arguments(self, ids: torch.Tensor, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
-        """The model's arguments beside the tokens `ids` (rows, tokens) of the rows of these numbers, on their device.
-
-        None if no row shows an image. Raises as `decoded` does.
-        """
-        rows = [list(map(vars, self.rows[number])) for number in numbers] if self.rows else []
-        if self.vision is None or not any(rows):
-            return {}
-        from finetune.data.vision import joined
-
-        seen = joined([processed(row, self.vision) for row in rows])
-        return {**self.vision.types(ids), **{name: value.to(ids.device) for name, value in seen.items()}}
-
-
-NO_IMAGES = ShownImages()

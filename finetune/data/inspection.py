@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from finetune.config import Config, DataSection, TrainingSection, loaded
-from finetune.data import chat, fingerprint, formats, images, sources, vision
+from finetune.data import chat, fingerprint, formats, images, sources
 from finetune.data.batching import LargestBatch, MicroBatching, RowOrder, Sizes, epoch, longest_first, worst_batches
-from finetune.data.encoded import DESIRABLE, IGNORE, IMAGES, MISMATCHED, RowLayout, Segment, segments_of
+from finetune.data.encoded import DESIRABLE, IGNORE, MEDIA, MISMATCHED, RowLayout, Segment, segments_of
 from finetune.data.examples import RowError
-from finetune.data.prepare import Counts, Prepared, prepare, with_classes
+from finetune.data.media import TEXT_ALONE, Media
+from finetune.data.prepare import Counts, Prepared, media_of, prepare, with_classes
 from finetune.data.splits import SplitUse
+from finetune.data.vision import Vision
 from finetune.errors import ArtifactError
 from finetune.model import bounds
-from finetune.model.base import load_architecture
 from finetune.model.source import chat_template as template
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries
@@ -138,18 +139,12 @@ def inspect_data(config: Config) -> Inspection:
     libraries.quiet()
     config, _ = bounds.as_known_base_allows(with_classes(loaded(config)))
     tokenizer = load_tokenizer(config.model, config.data)
-    sees = config.model.vision != "none"
-    return inspect(
-        config.data, config.training, tokenizer,
-        vision.of(config, load_architecture(config.model), tokenizer) if sees else None,
-    )  # fmt: skip
+    return inspect(config.data, config.training, tokenizer, media_of(config, tokenizer))
 
 
-def inspect(
-    section: DataSection, training: TrainingSection, tokenizer: Any, seen: vision.Vision | None = None
-) -> Inspection:
+def inspect(section: DataSection, training: TrainingSection, tokenizer: Any, media: Media = TEXT_ALONE) -> Inspection:
     """Prepare the data as training does, and collect its statistics. Raises as `prepare` does."""
-    prepared = prepare(section, tokenizer, seen)
+    prepared = prepare(section, tokenizer, media)
     way = MicroBatching.of(_chosen(training), section, prepared.layout)
     sizes = Sizes.of(prepared.train, way)
     lengths, locations = (prepared.train[column][:] for column in ("length", "place"))
@@ -197,25 +192,25 @@ def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tup
                 Segment(segment.input_ids, [IGNORE] * len(segment.labels)) if name == MISMATCHED else segment,
                 tokenizer,
                 most,
-                prepared.vision,
+                prepared.media,
             ),
             row,
-            prepared.vision,
+            prepared.media,
         )
         for row in itertools.islice(prepared.train, _SHOWN_ROWS)
         for name, segment in zip(names, segments_of(row), strict=True)
     )
 
 
-def _with_images(sample: Sample, row: Mapping[str, Any], seen: vision.Vision | None) -> Sample:
+def _with_images(sample: Sample, row: Mapping[str, Any], media: Media) -> Sample:
     """A sample with the first images of its row. Raises DataError for pixels that cannot be decoded."""
-    shown = row.get(IMAGES) or ()
-    if seen is None or not shown:
+    shown = row.get(MEDIA) or ()
+    if not (isinstance(media, Vision) and shown):
         return sample
     first = tuple(
         SampleImage(
             Path(image["path"]).name or "an image", image["height"], image["width"],
-            seen.count(image["height"], image["width"]),
+            media.count(image["height"], image["width"]),
             base64.b64encode(images.thumbnail(image)).decode(),
         )
         for image in shown[:_SHOWN_IMAGES]
@@ -308,18 +303,16 @@ def _chosen(training: TrainingSection) -> TrainingSection:
     return training.model_copy(update={"micro_batch": training.batch_size}) if auto else training
 
 
-def _sample(
-    location: str, segment: Segment, tokenizer: Any, most: int | None, seen: vision.Vision | None = None
-) -> Sample:
+def _sample(location: str, segment: Segment, tokenizer: Any, most: int | None, media: Media = TEXT_ALONE) -> Sample:
     ids, labels = segment.input_ids, segment.labels
-    of_images = seen.image_tokens if seen else ()
+    of_images = media.image_tokens if isinstance(media, Vision) else ()
     # Only the first token of each image is shown: they are all the same.
     kept = [at for at, token in enumerate(ids) if token not in of_images or at == 0 or ids[at - 1] != token][:most]
     trained = [at > 0 and labels[at] != IGNORE for at in kept]
     pieces = _pieces([ids[at] for at in kept], trained, tokenizer)
-    if seen:
+    if isinstance(media, Vision):
         runs = iter([len(list(run)) for token, run in groupby(ids) if token in of_images])
-        pieces = [replace(one, text=f"{one.text} x {next(runs)}") if one.text == seen.token else one for one in pieces]
+        pieces = [replace(one, text=f"{one.text} x {next(runs)}") if one.text == media.token else one for one in pieces]
     return Sample(location, len(ids), segment.trained, tuple(pieces))
 
 

@@ -43,7 +43,7 @@ def shortened(row: Encoded, limit: int, policy: str) -> tuple[str, list[Encoded]
 
 def _error(row: Segment, limit: int) -> tuple[str, list[Segment]]:
     cures = "show fewer images or smaller ones (`data.image_pixels`), or set `data.too_long: drop`"
-    if not row.images:
+    if not row.media:
         cures = f"or set `data.too_long` to one of {', '.join(name for name in TOO_LONG if name != 'error')}"
     raise RowError(f"the row has {len(row.input_ids):,} tokens, over `data.max_length` {limit:,}; raise it, {cures}")
 

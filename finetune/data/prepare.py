@@ -7,14 +7,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.config import Config, DataSection, Source, entries, named
 from finetune.config.field_types import GIVEN, unknown
-from finetune.data import chat, formats, images, in_memory, labelled, sources
+from finetune.data import chat, formats, in_memory, labelled, sources, vision
 from finetune.data.counts import Counts
-from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, IMAGES, SEEN, TEACHER, RowLayout, Segment, columns
-from finetune.data.examples import Chat, Completion, Content, Example, Several, Unusable, images_of, parts
+from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, MEDIA, MEDIA_SIZES, TEACHER, RowLayout, Segment, columns
+from finetune.data.examples import Chat, Completion, Content, Example, Several, Unusable, media_in, parts
+from finetune.data.media import TEXT_ALONE, Media, Shown
 from finetune.data.mismatched import OnePrompt
 from finetune.data.prepared_writer import Preparation, located
 from finetune.data.problems import Problems
@@ -22,14 +23,12 @@ from finetune.data.rows import RowTable
 from finetune.data.sources import Row
 from finetune.data.splits import SplitUse
 from finetune.errors import ArtifactError, ConfigError, DataError
-
-if TYPE_CHECKING:
-    from finetune.data.vision import Vision
+from finetune.model.base import load_architecture
 
 ROWS_TO_JUDGE = 10
 """Fewest different held-out rows whose loss chooses an adapter; that of fewer depends more on the rows than on it."""
 
-_SEQUENCES = ("input_ids", "labels", "segments", "shared", IMAGES, SEEN, *TEACHER)
+_SEQUENCES = ("input_ids", "labels", "segments", "shared", MEDIA, MEDIA_SIZES, *TEACHER)
 
 # Of this many rows, holding out a fifth leaves enough to judge by.
 _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
@@ -41,8 +40,8 @@ class Prepared:
 
     A split is a `RowTable` of input_ids, labels, length, trained (number of tokens), place and source; where
     the layout has any, also the lengths of a row's `segments` and the number of tokens that they have `shared`, and its
-    values by name. A `warning` is set if `data.eval: auto` found nothing to hold out. `vision` is that of a base for
-    whose images the rows were prepared. `splits` says what is read of sources that have several.
+    values by name. A `warning` is set if `data.eval: auto` found nothing to hold out. `media` is what they
+    may show. `splits` says what is read of sources that have several.
     """
 
     train: RowTable
@@ -50,7 +49,7 @@ class Prepared:
     train_counts: Counts
     eval_counts: Counts | None
     warning: str | None = None
-    vision: Vision | None = None
+    media: Media = TEXT_ALONE
     splits: tuple[SplitUse, ...] = ()
 
     @property
@@ -71,7 +70,7 @@ class Prepared:
         """Whether the evaluation set has enough different rows to choose an adapter by."""
         different: set[tuple[Any, ...]] = set()
         for row in self.eval or ():
-            different.add((*row["input_ids"], *(image["digest"] for image in row.get(IMAGES, ()))))
+            different.add((*row["input_ids"], *(image["digest"] for image in row.get(MEDIA, ()))))
             if len(different) == ROWS_TO_JUDGE:
                 return True
         return False
@@ -83,16 +82,26 @@ class Prepared:
                 yield {"split": split, **asdict(row)}
 
 
-def prepare(section: DataSection, tokenizer: Any, vision: Vision | None = None) -> Prepared:
+def media_of(config: Config, tokenizer: Any, architecture: Any = None) -> Media:
+    """What rows of a job may show beside their text; the `architecture` is loaded if it is not given.
+
+    Raises as `vision.of` does.
+    """
+    if config.model.vision == "none":
+        return TEXT_ALONE
+    return vision.of(config, architecture or load_architecture(config.model), tokenizer)
+
+
+def prepare(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> Prepared:
     """Read, format, tokenize and mask both splits, or load them from the cache (see `cache`).
 
-    Rows with images are refused unless the base has `vision`.
+    Rows with images are refused unless they are among the job's `media`.
     Raises DataError for rows that cannot be read (file:line and field, up to 20), if nothing is left to train, or if
     the trained tokens of all rows contain no text; ConfigError if `data.columns` names a field that no format has;
     MachineError if the rows cannot be written to disk.
     """
     check_columns(section)
-    preparation = Preparation(section, tokenizer, vision)
+    preparation = Preparation(section, tokenizer, media)
     problems = Problems()
     train_rows, eval_rows = _splits(preparation, problems)
     train, train_counts = preparation.split("train", train_rows, problems)
@@ -117,7 +126,7 @@ def prepare(section: DataSection, tokenizer: Any, vision: Vision | None = None) 
         one if one.use == "none" else replace(one, rows=_rows_of(one.source, train if one.use == "train" else held_out))
         for one in sources.split_uses(section)
     )
-    return Prepared(train, held_out, train_counts, eval_counts, warning, vision, splits)
+    return Prepared(train, held_out, train_counts, eval_counts, warning, media, splits)
 
 
 def with_classes(config: Config) -> Config:
@@ -180,16 +189,16 @@ def _largest_id(rows: RowTable) -> int:
     return max((pyarrow.compute.max(chunk.flatten()).as_py() or 0 for chunk in ids), default=0)
 
 
-def prepare_held_out(section: DataSection, tokenizer: Any, vision: Vision | None = None) -> tuple[Any, Counts]:
+def prepare_held_out(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> tuple[Any, Counts]:
     """Prepare only the held-out split. Raises DataError if there is none, or if all its rows were dropped."""
-    return _held_out(Preparation(section, tokenizer, vision))
+    return _held_out(Preparation(section, tokenizer, media))
 
 
 HELD_OUT = "the evaluation set"
 
 
 def _first_held_out(
-    section: DataSection, tokenizer: Any, rows: int, tokens: int, vision: Vision | None = None
+    section: DataSection, tokenizer: Any, rows: int, tokens: int, media: Media = TEXT_ALONE
 ) -> list[Segment]:
     """The first held-out rows (else training rows), of one segment each, cut to `tokens` unless they show images: to
     the first ones, or to the last ones of rows that are scored.
@@ -197,11 +206,11 @@ def _first_held_out(
     With a base that sees, rows with images and without take half of the places each, if there are as many.
     """
     segments: list[Segment] = []
-    for row, content in _to_compare(section, tokenizer, rows, vision):
+    for row, content in _to_compare(section, tokenizer, rows, media):
         with located(row):
-            content = images.measured(content, row.folder, vision)
+            content = media.measured(content, row.folder)
             segment = chat.encode(content, tokenizer, section.loss_on, section.control_tokens).segments[0]
-        if not segment.images:
+        if not segment.media:
             # Of a scored row, the end matters.
             segment = segment.cut(tokens, max(0, len(segment.input_ids) - tokens) if segment.scored else 0)
         elif len(segment.input_ids) > section.max_length:  # left out in training as well
@@ -212,11 +221,9 @@ def _first_held_out(
     return segments
 
 
-def _to_compare(
-    section: DataSection, tokenizer: Any, rows: int, vision: Vision | None
-) -> Iterable[tuple[Row, Content]]:
-    examples = _held_out_examples(section, tokenizer, vision)
-    if vision is None:
+def _to_compare(section: DataSection, tokenizer: Any, rows: int, media: Media) -> Iterable[tuple[Row, Content]]:
+    examples = _held_out_examples(section, tokenizer, media)
+    if not media:
         return itertools.islice(examples, rows)
     shown: list[tuple[Row, Content]] = []
     of_text: list[tuple[Row, Content]] = []
@@ -226,7 +233,7 @@ def _to_compare(
 
 
 def _shows_images(content: Content) -> bool:
-    return any(map(images_of, parts(content)))
+    return any(map(media_in, parts(content)))
 
 
 class ComparedRows(NamedTuple):
@@ -234,25 +241,25 @@ class ComparedRows(NamedTuple):
 
     ids: list[list[int]]
     labels: list[list[int]]
-    shown: images.ShownImages
+    shown: Shown
     name: str
 
 
 def compared_rows(
     section: DataSection, tokenizer: Any, rows: int, tokens: int, note: Callable[[str], None],
-    vision: Vision | None = None,
+    media: Media = TEXT_ALONE,
 ) -> ComparedRows:  # fmt: skip
     """`_first_held_out` for the proof of an export; built-in rows if the rows are not here."""
     if here := is_here(section):
-        name = HELD_OUT if holds_out(section, tokenizer, vision) else "the training rows"
+        name = HELD_OUT if holds_out(section, tokenizer, media) else "the training rows"
     else:
         note("the rows were given from Python and are not kept on disk: the built-in ones are compared instead")
         section = DataSection(
             chat_template=section.chat_template, control_tokens=section.control_tokens, loss_on=section.loss_on
         )
         name = "the built-in rows"
-    segments = _first_held_out(section, tokenizer, rows, tokens, vision if here else None)
-    shown = images.ShownImages(vision, [segment.images for segment in segments])
+    segments = _first_held_out(section, tokenizer, rows, tokens, media if here else TEXT_ALONE)
+    shown = Shown(media, [segment.media for segment in segments])
     ids, labels = ([getattr(segment, part) for segment in segments] for part in ("input_ids", "labels"))
     return ComparedRows(ids, labels, shown, name)
 
@@ -264,9 +271,9 @@ def is_here(section: DataSection) -> bool:
     return not lost and (section.format in formats.FORMATS or section.format == "auto")
 
 
-def holds_out(section: DataSection, tokenizer: Any, vision: Vision | None = None) -> bool:
+def holds_out(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> bool:
     """Whether any row is held out."""
-    _, rows = _splits(Preparation(section, tokenizer, vision), Problems())
+    _, rows = _splits(Preparation(section, tokenizer, media), Problems())
     return next(iter(rows or ()), None) is not None
 
 
@@ -278,18 +285,18 @@ class Question(NamedTuple):
     reference: str
 
 
-def questions(section: DataSection, tokenizer: Any, vision: Vision | None = None) -> Iterator[Question]:
+def questions(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> Iterator[Question]:
     """The held-out rows (training rows if none are held out) that end with an answer in words.
 
     The answer of a pair is the chosen one. Plain texts, conversations with tools, and answers that are not trained or
-    are labelled undesirable are left out, and without `vision` conversations with images.
+    are labelled undesirable are left out, and without `media` conversations with images.
     """
-    for row, content in _held_out_examples(section, tokenizer, vision):
+    for row, content in _held_out_examples(section, tokenizer, media):
         if _shows_images(content):
-            if vision is None:
+            if not media:
                 continue
             with located(row):
-                content = images.measured(content, row.folder, vision)
+                content = media.measured(content, row.folder)
         example = _answered(content)
         match example:
             case Chat([*asked, {"role": "assistant", "content": reference, **rest}], context, tools=None) if asked:
@@ -307,16 +314,16 @@ def _answered(content: Content) -> Example | None:
 
 
 def _held_out_examples(
-    section: DataSection, tokenizer: Any, vision: Vision | None = None
+    section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE
 ) -> Iterator[tuple[Row, Content]]:
-    for row in held_out_rows(section, tokenizer, vision):
+    for row in held_out_rows(section, tokenizer, media):
         with located(row), contextlib.suppress(Unusable):
             yield row, formats.read(row.fields, section.format, section.columns, section.separator)[0]
 
 
-def held_out_rows(section: DataSection, tokenizer: Any, vision: Vision | None = None) -> Iterator[Row]:
+def held_out_rows(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> Iterator[Row]:
     """The held-out rows as read from the source; the training rows if nothing is held out."""
-    train_rows, eval_rows = _splits(Preparation(section, tokenizer, vision), Problems())
+    train_rows, eval_rows = _splits(Preparation(section, tokenizer, media), Problems())
     held_out = iter(eval_rows or ())
     first = next(held_out, None)
     yield from train_rows if first is None else itertools.chain([first], held_out)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.config import DataSection
 from finetune.config.field_types import GIVEN
@@ -26,7 +26,6 @@ from finetune.data import (
     control,
     fingerprint,
     formats,
-    images,
     labelled,
     lengths,
     mismatched,
@@ -56,11 +55,12 @@ from finetune.data.examples import (
     RowError,
     Tokens,
     Unusable,
-    images_of,
     kind,
+    media_in,
     parts,
     system,
 )
+from finetune.data.media import TEXT_ALONE, Media
 from finetune.data.problems import Problems
 from finetune.data.python_docs import Split
 from finetune.data.readers import NO_HEADER, has_header
@@ -68,9 +68,6 @@ from finetune.data.rows import mapped, writer
 from finetune.data.sources import Row
 from finetune.data.tokenizing import TooMuchText
 from finetune.errors import DataError
-
-if TYPE_CHECKING:
-    from finetune.data.vision import Vision
 
 # Increment with any change to the code that changes the prepared rows or the fields of their counts, to invalidate
 # existing cache entries: versions of this package may share a cache, and an earlier one does not know new fields.
@@ -100,15 +97,15 @@ class Preparation:
 
     section: DataSection
     tokenizer: Any
-    vision: Vision | None = None
+    media: Media = TEXT_ALONE
 
     def split(self, split: Split, rows: Iterable[Row], problems: Problems) -> tuple[Any, Counts]:
         """The tokenized `rows` and their statistics, from the cache if possible. Raises as `prepare` does."""
 
         def fill(folder: Path) -> None:
             counts = Counts()
-            with writer(folder / _ROWS, images=self.vision is not None) as write:
-                _SplitWriter(self.section, self.tokenizer, problems, counts, write, self.vision).take(rows)
+            with writer(folder / _ROWS, media=bool(self.media)) as write:
+                _SplitWriter(self.section, self.tokenizer, problems, counts, write, self.media).take(rows)
             if ANSWER in counts.segments:
                 os.replace(folder / _ROWS, folder / _ANSWERS)
                 mismatched.add(folder / _ANSWERS, folder / _ROWS, counts, self.section.max_length, f"`data.{split}`")
@@ -125,7 +122,7 @@ class Preparation:
         """Whether a token of this row would be trained, if it has no error, which `split` raises."""
         counts = Counts()
         try:
-            _SplitWriter(self.section, self.tokenizer, Problems(), counts, lambda kept: None, self.vision).take([row])
+            _SplitWriter(self.section, self.tokenizer, Problems(), counts, lambda kept: None, self.media).take([row])
         except DataError:
             return True
         return counts.rows > 0
@@ -134,7 +131,7 @@ class Preparation:
         """A hash of everything that determines the split's rows; None if a source, a format or an image is of unknown
         content.
         """
-        if self.section.format.startswith(GIVEN) or self.vision:
+        if self.section.format.startswith(GIVEN) or self.media:
             return None
         train, held_out = self.section.train, self.section.eval
         if held_out == "auto":  # whether there is a split for validation decides on the training rows too
@@ -173,7 +170,7 @@ class _Read(NamedTuple):
 def _size(example: Example) -> int:
     if isinstance(example, Tokens):
         return len(example.input_ids)
-    return sum(map(len, control.texts(example))) + sum(len(image.data) for image in images_of(example))
+    return sum(map(len, control.texts(example))) + sum(len(image.data) for image in media_in(example))
 
 
 def _in_order_of_a_schema(example: Example) -> bool:
@@ -196,7 +193,7 @@ class _SplitWriter:
     problems: Problems
     counts: Counts
     write: Callable[[list[tuple[Row, Encoded]]], None]
-    vision: Vision | None = None
+    media: Media = TEXT_ALONE
     forms: dict[str, str] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
     last: tuple[str, bool] = ("", False)
@@ -239,7 +236,7 @@ class _SplitWriter:
             return read
         try:
             with located(read.row):
-                return read._replace(content=images.measured(read.content, read.row.folder, self.vision))
+                return read._replace(content=self.media.measured(read.content, read.row.folder))
         except DataError as error:
             return read._replace(content=error)
 
@@ -268,7 +265,7 @@ class _SplitWriter:
 
     def _kept_of(self, batch: list[_Read]) -> Iterator[tuple[Row, Encoded]]:
         loss_on, known = self.section.loss_on, len(self.problems.found)
-        measured = images.in_threads(self._measured, batch) if self.vision else map(self._measured, batch)
+        measured = self.media.each(self._measured, batch)
         batch = [each for read in measured for each in self._several(read)]
         full = {
             number: read.content
@@ -326,7 +323,7 @@ class _SplitWriter:
                 return []
         if max(row.lengths) <= section.max_length:
             return [row]
-        if row.images and lengths.TOO_LONG[section.too_long].cuts:  # no image may lose some of its tokens
+        if row.media and lengths.TOO_LONG[section.too_long].cuts:  # no image may lose some of its tokens
             self.counts.affected.append(Affected(location, "dropped", TOO_LONG, length))
             return []
         with located(read.row):
@@ -347,9 +344,8 @@ class _SplitWriter:
             return TOO_LONG
         if isinstance(encoded, RowError):
             raise DataError(f"{read.row.location}: {encoded}")
-        if self.vision:
-            with located(read.row):
-                images.check_tokens(encoded.input_ids, encoded.images, self.vision)
+        with located(read.row):
+            self.media.check_tokens(encoded.input_ids, encoded.media)
         return encoded
 
     def _remarks(self, location: str, row: Encoded) -> Iterator[tuple[str, str]]:
@@ -370,7 +366,7 @@ class _SplitWriter:
         if location != self.last[0]:
             content = hash((
                 tuple(encoded.input_ids), tuple(encoded.labels), encoded.lengths, tuple(encoded.values.values()),
-                tuple(image.digest for image in encoded.images),
+                tuple(image.digest for image in encoded.media),
             ))  # fmt: skip
             self.last = location, content in self.seen
             self.seen.add(content)

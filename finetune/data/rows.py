@@ -11,7 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from finetune.data.cache import writing
-from finetune.data.encoded import IMAGES, ONE_SEQUENCE, SEEN, TEACHER, Encoded, RowImage, RowLayout
+from finetune.data.encoded import MEDIA, MEDIA_SIZES, ONE_SEQUENCE, TEACHER, Encoded, RowImage, RowLayout
 from finetune.data.sources import Row
 
 
@@ -75,7 +75,7 @@ def mapped(path: Path) -> RowTable:
         return RowTable(stream.read_all())
 
 
-def _schema(layout: RowLayout, images: bool) -> Any:
+def _schema(layout: RowLayout, media: bool) -> Any:
     """The columns of rows of a layout."""
     import pyarrow
 
@@ -86,16 +86,14 @@ def _schema(layout: RowLayout, images: bool) -> Any:
     columns |= {name: pyarrow.float64() for name in layout.values}
     if layout.teacher:
         columns |= dict(zip(TEACHER, (ids, pyarrow.list_(pyarrow.float32())), strict=True))
-    if images:
+    if media:
         size = {"height": pyarrow.int32(), "width": pyarrow.int32()}
-        columns[IMAGES] = pyarrow.list_(
-            pyarrow.struct({"path": text, "data": pyarrow.binary(), "digest": text, **size})
-        )
-        columns[SEEN] = ids
+        columns[MEDIA] = pyarrow.list_(pyarrow.struct({"path": text, "data": pyarrow.binary(), "digest": text, **size}))
+        columns[MEDIA_SIZES] = ids
     return pyarrow.schema(list(columns.items()))
 
 
-def _columns(rows: list[tuple[Row, Encoded]], layout: RowLayout, *, images: bool) -> list[Any]:
+def _columns(rows: list[tuple[Row, Encoded]], layout: RowLayout, *, media: bool) -> list[Any]:
     """The columns of `_schema` of some rows."""
     sizes = [sum(encoded.lengths) for _, encoded in rows]
     ends = np.cumsum([0, *sizes], dtype=np.int32)
@@ -130,8 +128,8 @@ def _columns(rows: list[tuple[Row, Encoded]], layout: RowLayout, *, images: bool
         *([numbers(encoded.shared for _, encoded in rows)] if layout.segments else []),
         *(numbers((encoded.values[name] for _, encoded in rows), np.float64) for name in layout.values),
         *(map(of_teacher, range(len(TEACHER))) if layout.teacher else ()),
-        *([[[vars(image) for image in encoded.images] for _, encoded in rows]] if images else []),
-        *([lists([seen(encoded.images) for _, encoded in rows])] if images else []),
+        *([[[vars(image) for image in encoded.media] for _, encoded in rows]] if media else []),
+        *([lists([seen(encoded.media) for _, encoded in rows])] if media else []),
     ]
 
 
@@ -164,10 +162,10 @@ def _texts(values: Iterable[str]) -> Any:
 
 
 @contextlib.contextmanager
-def writer(path: Path, *, images: bool = False) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
+def writer(path: Path, *, media: bool = False) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
     """A function that appends tokenized rows, all of one layout, to an Arrow file, a record batch per call.
 
-    `images`: whether rows have the columns of their images, which are empty for those without.
+    `media`: whether rows have the columns of what they show, which are empty for those that show nothing.
     """
     import pyarrow
 
@@ -176,14 +174,14 @@ def writer(path: Path, *, images: bool = False) -> Iterator[Callable[[list[tuple
 
     def begin(layout: RowLayout) -> None:
         nonlocal schema, stream
-        schema = _schema(layout, images)
+        schema = _schema(layout, media)
         stream = pyarrow.ipc.new_stream(file, schema)
 
     def write(rows: list[tuple[Row, Encoded]]) -> None:
         if not rows:
             return
         layout = rows[0][1].layout
-        columns = _columns(rows, layout, images=images)
+        columns = _columns(rows, layout, media=media)
         with writing():
             if stream is None:
                 begin(layout)

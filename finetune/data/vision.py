@@ -7,17 +7,24 @@ images at the start, and every image of a batch, whose tokens must be those of t
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from finetune.config import Config, ModelSection
+from finetune.data import images
+from finetune.data.batching import area
+from finetune.data.encoded import MEDIA, MEDIA_SIZES, RowImage
+from finetune.data.examples import RowError
+from finetune.data.media import Input, Made, Media, joined
 from finetune.errors import ArtifactError, ConfigError, MachineError, first_line
 from finetune.model.source.locate import hub_call, locate
 from finetune.model.source.tokenizer import processor_settings
@@ -101,13 +108,12 @@ FAMILIES: dict[str, VisionFamily] = {
 PIXELS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "image_position_ids")
 """The model's arguments for images; those of its other arguments that a processor may make are of tokens."""
 
-_OF_TILES = 5  # dimensions of pixels (rows, tiles, channels, height, width)
 _MOST_READ = 2**20  # numbers: a processor's output of more is of pixels
 
 _TRIED = ((40, 40), (40, 120), (700, 500))  # heights and widths of the blank images
 
 
-class Vision:
+class Vision(Media):
     """The images of a base: `mark` is what its chat template writes for one, and `image_tokens` are the ids of tokens
     that stand for its features, of which `token` is the text. `token_types` is the model's argument that says which
     tokens are of images. `bounded` gives the same with a bound of pixels; None where they are fixed.
@@ -138,7 +144,8 @@ class Vision:
         self._around = "", ""
         self._uncounted = 0
         self.text = functools.lru_cache(maxsize=4096)(self._text)
-        self.blank = functools.lru_cache(maxsize=4096)(self._pixels_of_blank)
+        self._white_of = functools.lru_cache(maxsize=4096)(self._pixels_of_blank)
+        self._tensors = self._decoded
         self.bounded: Callable[[int], Vision] | None = None
         try:
             self._try()
@@ -229,59 +236,94 @@ class Vision:
         made, texts = self._processor._process_images([list(images)], **self._options)  # noqa: SLF001
         return made, texts
 
+    # -- as Media ------------------------------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        return True
+
+    def measured_image(self, image: RowImage, folder: Path | None) -> RowImage:
+        image = images.measured(image, folder, self.text)
+        return replace(image, mark=self.mark, tokens=image.text.count(self.token))
+
+    def check_tokens(self, ids: Sequence[int], shown: Iterable[RowImage]) -> None:
+        there = sum(map(ids.count, self.image_tokens))
+        if there != (wanted := sum(image.text.count(self.token) for image in shown)):
+            raise RowError(
+                f"it has {there} tokens `{self.token}`, which stand for images, and {wanted} for the images of the "
+                "row; show images as parts of messages, and set `data.control_tokens: text`"
+            )
+
+    def each(self, work: Callable[[Input], Made], items: Iterable[Input]) -> list[Made]:
+        return images.in_threads(work, items)
+
+    def areas(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
+        return [area(row[MEDIA_SIZES]) for row in rows]
+
+    def inputs(self, rows: Sequence[Mapping[str, Any]], ids: torch.Tensor) -> dict[str, Any]:
+        if not any(row.get(MEDIA_SIZES) for row in rows):
+            return {}
+        made = images.in_threads(self._tensors, rows)
+        # Copied, since what another thread allocates is not counted (measure/tensors.py).
+        own = [{name: value.clone() for name, value in each.items()} for each in made]
+        return {MEDIA: own, **self._types(ids)}
+
+    def arguments(self, rows: Sequence[Sequence[RowImage]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not any(rows):
+            return {}
+        seen = joined([self._decoded({MEDIA: list(map(vars, row))}) for row in rows])
+        return {**self._types(ids), **{name: value.to(ids.device) for name, value in seen.items()}}
+
+    def white(self) -> Vision:
+        white = copy.copy(self)
+        white._tensors = white._white  # noqa: SLF001
+        return white
+
+    def showing(self, row: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
+        # A token of text keeps images apart.
+        ids = [token for count in sizes[2::3] for token in (0, *self.image_tokens[:1] * count)]
+        return {**row, "input_ids": ids + row["input_ids"][len(ids) :], MEDIA_SIZES: sizes}
+
+    def nbytes(self, sizes: Iterable[Sequence[int]]) -> int:
+        rows = (self._white({MEDIA_SIZES: each}) for each in sizes)
+        return sum(value.nbytes for row in rows for value in row.values())
+
+    def _decoded(self, row: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The model's arguments for the images of a prepared row; none for a row without any."""
+        return self.pixels([images.decoded(image) for image in row[MEDIA]]) if row[MEDIA] else {}
+
+    def _white(self, row: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """White images of the sizes of a row's."""
+        sizes = row.get(MEDIA_SIZES, ())
+        return self._white_of(tuple(zip(sizes[::3], sizes[1::3], strict=True))) if sizes else {}
+
     def settings(self) -> dict[str, Any]:
-        """The contents of the image processor's file, with the job's bound on pixels."""
         settings: dict[str, Any] = self._processor.image_processor.to_dict()
         return settings
 
-    def types(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _types(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """The model's argument, if it has one, for which of the tokens `ids` (rows, tokens) stand for images."""
         if not self.token_types:
             return {}
         return {self.token_types: torch.isin(ids, torch.tensor(self.image_tokens, device=ids.device)).long()}
 
 
-def joined(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The model's arguments for the images of several rows; rows without any have none.
-
-    Tiles are (1, tiles, ...), as if all were of one row: models take them in order, and none is black to fill a row up.
-    """
-    there = [row for row in rows if row]
-    names = [name for name in PIXELS if there and name in there[0]]
-    if there and there[0]["pixel_values"].dim() == _OF_TILES:
-        return {name: torch.cat([row[name] for row in there], dim=1) for name in names}
-    return {name: _joined([row[name] for row in there]) for name in names}
-
-
-def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    largest = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
-    whole = values[0].new_zeros((sum(map(len, values)), *largest))
-    start = 0
-    for value in values:
-        whole[(slice(start, start + len(value)), *map(slice, value.shape[1:]))] = value
-        start += len(value)
-    return whole
-
-
-def of(config: Config, architecture: Any, tokenizer: Any) -> Vision | None:
-    """The vision of a job; None if it trains on rows of text alone.
+def of(config: Config, architecture: Any, tokenizer: Any) -> Vision:
+    """The vision of a job on rows with images.
 
     Raises ConfigError for a base whose images are not trained on here, and for a bound on pixels that it does not have;
     MachineError for a transformers that is too old.
     """
-    if config.model.vision == "none":
-        return None
     composite.seeing_class(architecture)
     _refuse_older()
     section, pixels = config.model, config.data.image_pixels
     family = FAMILIES.get(architecture.model_type, VisionFamily())
-    images = _image_processor(section)
+    processor = _image_processor(section)
     if pixels and not family.bound:
         raise ConfigError(f"`data.image_pixels`: {section.name} makes the same pixels of any image; remove it")
 
     @functools.cache
     def bounded(pixels: int | None) -> Vision:
-        own = _image_processor(section, **family.bound(images, pixels)) if pixels and family.bound else images
+        own = _image_processor(section, **family.bound(processor, pixels)) if pixels and family.bound else processor
         seeing = Vision(_processor(section, architecture, family, own, tokenizer), architecture, family)
         seeing.bounded = bounded if family.bound else None
         return seeing

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from finetune.config.field_types import shortened
 from finetune.data import images
-from finetune.data.examples import Chat, Example, images_of, opening
+from finetune.data.examples import Chat, Example, media_in, opening
 from finetune.errors import ConfigError, DataError, FinetuneError, MachineError
 from finetune.evaluation.run_models import Ready
 from finetune.generation.settings import Settings
@@ -122,7 +122,7 @@ class Conversation:
             return
         file = str(Path(path).expanduser())
         try:
-            [image] = images_of(self._ready.asked("", [file]))
+            [image] = media_in(self._ready.asked("", [file]))
         except FinetuneError as error:
             self._note(str(error))
             return

@@ -15,12 +15,13 @@ from finetune.config.field_types import shortened
 from finetune.data import examples, images, readers
 from finetune.data.examples import Example, RowError
 from finetune.data.fields import text
+from finetune.data.media import TEXT_ALONE, Media
 from finetune.data.messages import conversation, read_messages
+from finetune.data.prepare import media_of
 from finetune.data.problems import Problems
-from finetune.data.vision import Vision
 from finetune.errors import ConfigError, DataError
 from finetune.evaluation import chat_session
-from finetune.evaluation.run_models import UNRECORDED, ready, system_of, vision_of, with_images
+from finetune.evaluation.run_models import UNRECORDED, ready, system_of, with_images
 from finetune.generation.settings import Settings
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import words
@@ -42,12 +43,12 @@ def generate(
         raise ConfigError("--prompt and --file both name prompts; give one of them")
     if shown and not texts:
         raise ConfigError("--image goes with --prompt; rows of a file name their images themselves")
-    ask, seen = _asking(run, system, trust_remote_code)
+    ask, media = _asking(run, system, trust_remote_code)
     if texts:
         named = {"images": [*shown]} if shown else {}
-        asked = [Prompt(with_images(ask(one), shown, seen), {"prompt": one, **named}) for one in texts]
+        asked = [Prompt(with_images(ask(one), shown, media), {"prompt": one, **named}) for one in texts]
     else:
-        asked = prompts_from_file(file, ask, seen) if file else prompts_from_standard_input(ask, seen)
+        asked = prompts_from_file(file, ask, media) if file else prompts_from_standard_input(ask, media)
     opened = ready(run, which, system=system, cache=settings.cache, trust_remote_code=trust_remote_code)
     if len(texts) == 1 and not as_json:
         opened.stream(asked[0].example, settings, _say)
@@ -70,10 +71,8 @@ def chat(
     chat_session.converse(opened, settings, _say, note_beside_output)
 
 
-def _asking(
-    run: RunDirectory, system: str | None, trust_remote_code: bool
-) -> tuple[Callable[[str], Example], Vision | None]:
-    """Return a function from a prompt to an example, and the vision of the run's base.
+def _asking(run: RunDirectory, system: str | None, trust_remote_code: bool) -> tuple[Callable[[str], Example], Media]:
+    """Return a function from a prompt to an example, and what is shown to the run's base.
 
     Prints the system message if it comes from the run's rows.
     """
@@ -81,10 +80,10 @@ def _asking(
     if used and system is None:
         note_beside_output(f"system message of the rows: {shortened(used, 200)} (--system gives another, or '' none)")
     config = config_of(run, trust_remote_code=trust_remote_code)
-    seen = None
+    media = TEXT_ALONE
     if config.model.vision != "none":
-        seen = vision_of(config, load_tokenizer(config.model, run.data(config.data)))
-    return lambda text: examples.asked(kind, text, config.data.separator, used), seen
+        media = media_of(config, load_tokenizer(config.model, run.data(config.data)))
+    return lambda text: examples.asked(kind, text, config.data.separator, used), media
 
 
 def _say(piece: str) -> None:
@@ -101,11 +100,11 @@ class Prompt:
 
 
 def prompts_from_file(
-    path: Path, asked: Callable[[str], Example], seen: Vision | None = None, folder: Path | None = None
+    path: Path, asked: Callable[[str], Example], media: Media = TEXT_ALONE, folder: Path | None = None
 ) -> list[Prompt]:
     """The prompts of a file: rows with `messages` or `prompt`, or lines of text; `asked` makes an example of a text.
 
-    Images are shown to a base of the vision `seen`; their paths are relative to `folder`, by default the file's.
+    Images are shown to a base of these `media`; their paths are relative to `folder`, by default the file's.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file")
@@ -115,7 +114,7 @@ def prompts_from_file(
         for location, fields in read(path, problems):
             row = {"prompt" if name == "text" else name: value for name, value in fields.items()}
             try:
-                example = images.measured_example(_example(row, asked), folder or path.parent, seen)
+                example = media.measured_example(_example(row, asked), folder or path.parent)
                 prompts.append(Prompt(example, row))
             except RowError as error:
                 problems.add(f"{location}: {error}")
@@ -124,7 +123,7 @@ def prompts_from_file(
     return prompts
 
 
-def prompts_from_standard_input(asked: Callable[[str], Example], seen: Vision | None = None) -> list[Prompt]:
+def prompts_from_standard_input(asked: Callable[[str], Example], media: Media = TEXT_ALONE) -> list[Prompt]:
     """The prompts of standard input: JSON lines if it begins with a brace, otherwise lines of text."""
     if sys.stdin.isatty():
         raise ConfigError(
@@ -135,7 +134,7 @@ def prompts_from_standard_input(asked: Callable[[str], Example], seen: Vision | 
         path = Path(folder) / ("stdin.jsonl" if content.lstrip().startswith(b"{") else "stdin.txt")
         path.write_bytes(content)
         try:
-            return prompts_from_file(path, asked, seen, Path())
+            return prompts_from_file(path, asked, media, Path())
         except DataError as error:
             raise DataError(str(error).replace(str(path), "standard input")) from None
 

@@ -23,14 +23,14 @@ from finetune.config import Config, DataSection, named
 from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import shown
+from finetune.data.media import TEXT_ALONE, Media, Shown
 from finetune.data.prepare import Question
-from finetune.data.vision import Vision
 from finetune.errors import ConfigError, DataError, NumbersError
 from finetune.evaluation.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
 from finetune.evaluation.metrics import Metric, find
 from finetune.evaluation.model_results import ModelResults
 from finetune.evaluation.pair_scores import ComparedPairs
-from finetune.evaluation.run_models import EARLIER_ADAPTER, MODELS, model_of, vision_of
+from finetune.evaluation.run_models import EARLIER_ADAPTER, MODELS, model_of
 from finetune.evaluation.sequence_scores import ScoredRows
 from finetune.evaluation.tasks import Tasks
 from finetune.export.export_formats import FORMATS
@@ -80,10 +80,10 @@ def evaluate(
     chosen = _chosen(run, models, adapts=config.adapter.kind == "lora")
     exports = _exports(run)  # read first, since one may be damaged
     tokenizer = load_tokenizer(config.model, run.data(config.data))
-    seen = vision_of(config, tokenizer)
-    with_loss = _has_rows(config.data, tokenizer, seen, needed=bool(metrics or data) or not tasks)  # tasks need none
+    media = prepare.media_of(config, tokenizer)
+    with_loss = _has_rows(config.data, tokenizer, media, needed=bool(metrics or data) or not tasks)  # tasks need none
     settings = Settings(max_new_tokens, batch_size=batch_size)
-    job = _EvaluationJob(run, config, settings, [find(name) for name in metrics], with_loss, seen)
+    job = _EvaluationJob(run, config, settings, [find(name) for name in metrics], with_loss, media)
     if config.scorer:
         job.scored = ScoredRows.of(config, tokenizer)
     elif with_loss:
@@ -153,9 +153,9 @@ def _config(run: RunDirectory, data: str | PathLike[str] | None, *, answers: boo
     return config if data is None else config.changed({"data.eval": fspath(data)})
 
 
-def _has_rows(section: DataSection, tokenizer: Any, seen: Vision | None, *, needed: bool) -> bool:
+def _has_rows(section: DataSection, tokenizer: Any, media: Media, *, needed: bool) -> bool:
     """Whether there is an evaluation set. Raises DataError if one is `needed` and there is none."""
-    held_out = (needed or prepare.is_here(section)) and prepare.holds_out(section, tokenizer, seen)
+    held_out = (needed or prepare.is_here(section)) and prepare.holds_out(section, tokenizer, media)
     if needed and not held_out:
         raise DataError(
             f"no evaluation set (`data.eval: {named(section.eval)}`): set it to a file, or a larger "
@@ -176,14 +176,17 @@ def _chosen(run: RunDirectory, models: Sequence[str], *, adapts: bool) -> list[s
 
 @dataclass
 class _EvaluationJob:
-    """The measurements of each model; the loss is among them if there is an evaluation set. `seen` is its vision."""
+    """The measurements of each model; the loss is among them if there is an evaluation set.
+
+    `media` is what its rows may show.
+    """
 
     run: RunDirectory
     config: Config
     settings: Settings
     metrics: list[Metric]
     with_loss: bool
-    seen: Vision | None = None
+    media: Media = TEXT_ALONE
     questions: list[Question] = field(default_factory=list)
     tasks: Tasks | None = None
     scored: ScoredRows | None = None
@@ -193,7 +196,7 @@ class _EvaluationJob:
 
     def ask(self, tokenizer: Any, limit: int | None) -> None:
         """Read the questions, and try each metric on a reference, before any model is loaded."""
-        self.questions = list(itertools.islice(prepare.questions(self.config.data, tokenizer, self.seen), limit))
+        self.questions = list(itertools.islice(prepare.questions(self.config.data, tokenizer, self.media), limit))
         if not self.questions:
             raise DataError(
                 "no row of the evaluation set ends with an answer to compare with; metrics need conversations without "
@@ -210,7 +213,7 @@ class _EvaluationJob:
         if self.compared:
             results = self.compared.measure(model, tokenizer)
         elif self.with_loss:
-            rows, _ = prepare.prepare_held_out(self.config.data, tokenizer, self.seen)
+            rows, _ = prepare.prepare_held_out(self.config.data, tokenizer, self.media)
             nats, by_row = held_out_loss(model, tokenizer, rows, self.config)
             if not math.isfinite(nats):
                 raise NumbersError(
@@ -236,7 +239,7 @@ class _EvaluationJob:
         if not self.questions:
             raise DataError(f"every question takes all of the base's {positions} positions; shorten them")
         prompts = list(itertools.compress(ids, fits))
-        shown = answering.shown_in([one.prompt for one in self.questions], self.seen)
+        shown = Shown.by([one.prompt for one in self.questions], self.media)
         results.answers = list(answering.answers(model, tokenizer, prompts, self.settings, shown=shown))
         known = bounds.positions(model.config) or math.inf
         self.beyond += sum(len(ids) + each.tokens > known for ids, each in zip(prompts, results.answers, strict=True))

@@ -11,7 +11,9 @@ from typing import Any
 from finetune.choices import config_of
 from finetune.config import Config
 from finetune.config.field_types import pick, shown
-from finetune.data import examples, images, vision
+from finetune.data import examples, images
+from finetune.data.media import TEXT_ALONE, Media, Shown
+from finetune.data.prepare import media_of
 from finetune.errors import ConfigError, DataError
 from finetune.export import finished_run, served_model
 from finetune.generation import answering, caches
@@ -46,7 +48,7 @@ EARLIER_ADAPTER = "The merged model is of an earlier adapter; `finetune merge` m
 class Ready:
     """A model of a run, ready to answer; `kind` of its rows, and its `system` message, empty for none.
 
-    `vision` is that of its base, None if it does not see.
+    `media` is what may be shown to its base.
     """
 
     config: Config
@@ -54,11 +56,11 @@ class Ready:
     tokenizer: Any
     kind: str
     system: str = ""
-    vision: vision.Vision | None = None
+    media: Media = TEXT_ALONE
 
     def asked(self, text: str, shown: Sequence[Any] = ()) -> examples.Example:
         """A user's text in the form of the run's rows, with the images `shown`; see `with_images`."""
-        return with_images(examples.asked(self.kind, text, self.config.data.separator, self.system), shown, self.vision)
+        return with_images(examples.asked(self.kind, text, self.config.data.separator, self.system), shown, self.media)
 
     def answers(
         self, prompts: Sequence[examples.Example], settings: Settings,
@@ -66,7 +68,7 @@ class Ready:
     ) -> Iterator[Answer]:  # fmt: skip
         """See `answering.answers`."""
         ids = [self._ids(prompt) for prompt in prompts]
-        shown = self._shown(prompts)
+        shown = Shown.by(prompts, self.media)
         with blaming_base(self.config.model):
             generated = answering.answers(self.model, self.tokenizer, ids, settings, cache_bytes, shown)
             self._positions.prompt(max(map(len, ids), default=0))
@@ -79,7 +81,7 @@ class Ready:
         ids = self._ids(prompt)
         self._positions.prompt(len(ids))
         with blaming_base(self.config.model):
-            answer = answering.stream(self.model, self.tokenizer, ids, settings, say, self._shown([prompt]))
+            answer = answering.stream(self.model, self.tokenizer, ids, settings, say, Shown.by([prompt], self.media))
         # The note goes on a line of its own below the answer.
         self._positions.answer(len(ids), answer.tokens, lambda: say("\n"))
         return answer
@@ -89,28 +91,20 @@ class Ready:
         return answering.Positions(self.model, note_beside_output)
 
     def _ids(self, prompt: examples.Example) -> list[int]:
-        return answering.prompt_ids(prompt, self.tokenizer, self.config.data.control_tokens, self.vision)
-
-    def _shown(self, prompts: Sequence[examples.Example]) -> images.ShownImages:
-        return answering.shown_in(prompts, self.vision)
+        return answering.prompt_ids(prompt, self.tokenizer, self.config.data.control_tokens, self.media)
 
 
-def with_images(prompt: examples.Example, shown: Sequence[Any], seen: vision.Vision | None) -> examples.Example:
-    """`prompt` with these images, as rows may have them, measured for a base of the vision `seen`.
+def with_images(prompt: examples.Example, shown: Sequence[Any], media: Media) -> examples.Example:
+    """`prompt` with these images, as rows may have them, measured for a base of these `media`.
 
     Raises ConfigError for a base that does not see, and DataError for an image that it cannot be shown.
     """
-    if shown and seen is None:
+    if shown and not media:
         raise ConfigError("this run shows no images to its base: it was trained with `model.vision: none`")
     try:
-        return images.measured_example(images.placed_in(prompt, {"images": [*shown]}), None, seen)
+        return media.measured_example(images.placed_in(prompt, {"images": [*shown]}), None)
     except examples.RowError as error:
         raise DataError(str(error)) from None
-
-
-def vision_of(config: Config, tokenizer: Any) -> vision.Vision | None:
-    """The vision of a run's base, with the run's bound on pixels; None if it was trained on text alone."""
-    return vision.of(config, load_architecture(config.model), tokenizer) if config.model.vision != "none" else None
 
 
 def system_of(run: RunDirectory, system: str | None) -> str:
@@ -149,7 +143,7 @@ def ready(
     kind = examples.learnt(run.events())
     if not kind:
         note_beside_output(f"{run.path} does not record the format of its rows; prompts are sent as conversations")
-    return Ready(config, model, tokenizer, kind or UNRECORDED, system, vision_of(config, tokenizer))
+    return Ready(config, model, tokenizer, kind or UNRECORDED, system, media_of(config, tokenizer))
 
 
 @libraries.alone()

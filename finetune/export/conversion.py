@@ -12,7 +12,7 @@ from torch import nn
 from finetune.config import Config, QuantizationSection
 from finetune.data.chat import prompt_ids
 from finetune.data.examples import RowError, asked, learnt
-from finetune.data.images import NO_IMAGES, ShownImages
+from finetune.data.media import NOTHING, Shown
 from finetune.data.prepare import HELD_OUT
 from finetune.export import proof
 from finetune.model import build
@@ -44,7 +44,7 @@ class Conversion:
     kind: str
     base_identity: str | None
     load_merged: Callable[[torch.dtype | None], Any]
-    shown: ShownImages = NO_IMAGES
+    shown: Shown = NOTHING
     packed: Mapping[str, nn.Parameter] = field(default_factory=dict)
     rounded: dict[str, Any] | None = None
     labels: list[list[int]] = field(default_factory=list)

@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional
 
 from finetune.data.encoded import IGNORE
-from finetune.data.images import NO_IMAGES, ShownImages
+from finetune.data.media import NOTHING, Shown
 from finetune.errors import ArtifactError
 from finetune.model.structure import sequence_head, streamed
 from finetune.runtime import libraries, patches
@@ -98,7 +98,7 @@ def rounded_at_random(weight: torch.Tensor, dtype: torch.dtype, seed: int) -> to
 
 
 @torch.inference_mode()
-def logits(model: Any, rows: list[list[int]], shown: ShownImages = NO_IMAGES) -> list[torch.Tensor]:
+def logits(model: Any, rows: list[list[int]], shown: Shown = NOTHING) -> list[torch.Tensor]:
     """Logits of each row of token ids, centred over the vocabulary, float32 on the CPU, (tokens, vocabulary).
 
     The rows show the images `shown`. Of a sequence classifier, the scores of each token (tokens, labels) as they are.
@@ -107,9 +107,7 @@ def logits(model: Any, rows: list[list[int]], shown: ShownImages = NO_IMAGES) ->
     return [_centred(model, row, model.device, shown, number) for number, row in enumerate(rows)]
 
 
-def _centred(
-    model: Any, row: list[int], device: torch.device, shown: ShownImages = NO_IMAGES, number: int = 0
-) -> torch.Tensor:
+def _centred(model: Any, row: list[int], device: torch.device, shown: Shown = NOTHING, number: int = 0) -> torch.Tensor:
     ids = torch.tensor([row], device=device)
     with libraries.without_cudnn_attention():
         output: torch.Tensor = model(input_ids=ids, **shown.arguments(ids, [number])).logits[0].float().cpu()
@@ -125,7 +123,7 @@ class Streamed:
 
     def __init__(
         self, model: Any, fetch: Callable[[str], torch.Tensor | None], rows: list[list[int]], stride: int,
-        device: torch.device, shown: ShownImages = NO_IMAGES,
+        device: torch.device, shown: Shown = NOTHING,
     ) -> None:  # fmt: skip
         self._model, self._fetch, self._rows, self._device = model.eval(), fetch, rows, device
         base = model.get_base_model() if hasattr(model, "get_base_model") else model

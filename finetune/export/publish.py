@@ -12,7 +12,7 @@ from typing import Any
 from finetune.choices import config_of
 from finetune.config import Config, OutputSection, serving
 from finetune.config.field_types import pick
-from finetune.data import prepare, vision
+from finetune.data import prepare
 from finetune.data.examples import learnt
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import finished_run, proof, server_commands, staging, upload
@@ -22,7 +22,6 @@ from finetune.export.gguf import gguf_types
 from finetune.export.merging import merge as merging
 from finetune.export.rounding import rounded_run
 from finetune.measure.out_of_memory import as_out_of_memory_error
-from finetune.model.base import load_architecture
 from finetune.model.source.locate import locate
 from finetune.report.terminal import Terminal, note_beside_output
 from finetune.runtime import libraries
@@ -176,8 +175,8 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
     note, device = note_beside_output, this_device()
     tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
     base_identity = finished_run.base_of(run, config, note)
-    seen = vision.of(config, load_architecture(config.model), tokenizer)
-    compared = prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, seen)
+    media = prepare.media_of(config, tokenizer)
+    compared = prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, media)
 
     def load_merged(dtype: Any) -> Any:
         return finished_run.load_merged(run, config.model, device, dtype)

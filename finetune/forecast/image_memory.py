@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from finetune.data.batching import LargestBatch, area
+from finetune.data.media import Media
 from finetune.data.vision import Vision
 from finetune.forecast.job_forecast import Forecast
 
@@ -37,9 +38,9 @@ class ImageMemory:
 
 def of(
     batch: LargestBatch,
-    vision: Vision,
+    vision: Media,
     max_length: int,
-    forecast: Callable[[LargestBatch, Vision, int | None], Forecast],
+    forecast: Callable[[LargestBatch, Media, int | None], Forecast],
 ) -> ImageMemory | None:
     """What images take beside the text of the longest row of `batch`; None if its rows show none.
 
@@ -50,6 +51,7 @@ def of(
     ]
     if not shown:
         return None
+    assert isinstance(vision, Vision)
     tokens, height, width, own = max(shown)
     text = max(2, batch.tokens - own)
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from finetune import kernels, objectives
 from finetune.config import AdapterSection, Config, MemorySection
 from finetune.data.batching import LargestBatch, per_step
-from finetune.data.encoded import IMAGES, SEEN
-from finetune.data.vision import Vision
+from finetune.data.encoded import MEDIA
+from finetune.data.media import TEXT_ALONE, Media
 from finetune.errors import FinetuneError, ForecastError, first_line
 from finetune.forecast import depth, device_paths, engines, fake_ranks
 from finetune.forecast.devices import Device
@@ -62,7 +62,7 @@ class StepSetting:
 
     `attention` is the name of the implementation. Without an `evaluation` batch none is traced; the `reference` is
     scored in batches like `train` if its own largest one is unknown. `evenly`: each expert gets as many tokens as every
-    other, instead of one expert all of them. `vision` makes the images of batches that have some.
+    other, instead of one expert all of them. `media` makes what rows of a batch show.
     """
 
     config: Config
@@ -74,7 +74,7 @@ class StepSetting:
     world_size: int = 1
     reference: LargestBatch | None = None
     evenly: bool = False
-    vision: Vision | None = None
+    media: Media = TEXT_ALONE
 
     @property
     def job(self) -> Hashable:
@@ -214,7 +214,7 @@ class _TracedStep:
         self, setting: StepSetting, mode: FakeTensorMode, recorder: TraceRecorder, shortening: Shortening,
         placement: Placement | None,
     ) -> None:  # fmt: skip
-        self._architecture, self._vision = setting.architecture, setting.vision
+        self._architecture, self._media = setting.architecture, setting.media
         self._configure(setting.config)
         self.mode, self.recorder = mode, recorder
         self._device, self._rows, self._placement = setting.device, setting.rows, placement
@@ -245,7 +245,7 @@ class _TracedStep:
         self._config = config
         self._way = micro_batching(config, self._architecture)
         self._collator = MicroBatches(
-            self._way, pad_token_id=0, context=config.distributed.context, vision=self._vision, pixels=_blank
+            self._way, pad_token_id=0, context=config.distributed.context, media=self._media.white()
         )
 
     def _measure(self, base: Any) -> None:
@@ -301,7 +301,7 @@ class _TracedStep:
 
     def change(self, setting: StepSetting, kept: _KeptLayers) -> None:
         """Become the model of another setting with layers of the same kinds."""
-        self._vision = setting.vision
+        self._media = setting.media
         self._configure(setting.config)
         self.kept = kept
         checkpointing.choose(self._base, kept.levels)
@@ -536,8 +536,8 @@ class _TracedStep:
         self.recorder.phase = "evaluation"
         held = self._inputs(train)
         # The images of one of the step's micro-batches are still there.
-        waiting = self._on_host({name: value for name, value in held.items() if name != IMAGES}, count)
-        waiting += self._on_host(held.get(IMAGES, {}), count - 1)
+        waiting = self._on_host({name: value for name, value in held.items() if name != MEDIA}, count)
+        waiting += self._on_host(held.get(MEDIA, {}), count - 1)
         del held
         start = self._random_state()
         inputs, objective = self._inputs(batch), self._step.objective
@@ -623,8 +623,8 @@ class _TracedStep:
             self._collator.row(own, shared=shared)
             for own, shared in zip(batch.by_row, batch.shared_by_row, strict=True)
         ]
-        if batch.area and self._vision:
-            rows = [_showing(row, seen, self._vision) for row, seen in zip(rows, batch.images, strict=True)]
+        if batch.area:
+            rows = [self._media.showing(row, seen) for row, seen in zip(rows, batch.images, strict=True)]
         inputs = self._collator.micro_batch(rows)
         with self.mode:
             plain = _without_values(inputs)
@@ -632,29 +632,11 @@ class _TracedStep:
             _know(known, plain, inputs, padded=batch.padded)
         # With a GPU the images of the rows are joined on the host, and the tensor recorded as joined is their copy on
         # the GPU.
-        here = {name: value for name, value in plain.items() if name != IMAGES}
+        here = {name: value for name, value in plain.items() if name != MEDIA}
         moved = plain if self._device.type == "cpu" else for_model(here, masked=self._step.masked)
         for value in _tensors(moved):
             self.recorder.keep(value, "activations")
         return plain
-
-
-def _showing(row: dict[str, Any], seen: tuple[int, ...], vision: Vision) -> dict[str, Any]:
-    """A row with the tokens of its images, which a token of text keeps apart."""
-    ids = [token for count in seen[2::3] for token in (0, *vision.image_tokens[:1] * count)]
-    return {**row, "input_ids": ids + row["input_ids"][len(ids) :], SEEN: seen}
-
-
-def _blank(row: Mapping[str, Any], vision: Vision) -> dict[str, torch.Tensor]:
-    """White images of the sizes of a row's."""
-    seen = row.get(SEEN, ())
-    return vision.blank(tuple(zip(seen[::3], seen[1::3], strict=True))) if seen else {}
-
-
-def pixel_bytes(batch: LargestBatch, vision: Vision) -> int:
-    """Bytes of the images of a batch as they wait for their pass."""
-    rows = (_blank({SEEN: seen}, vision) for seen in batch.images)
-    return sum(value.nbytes for row in rows for value in row.values())
 
 
 def _without_values(inputs: Inputs) -> Inputs:
@@ -663,7 +645,7 @@ def _without_values(inputs: Inputs) -> Inputs:
         name: _without_values(value)
         if isinstance(value, dict)
         else [{key: torch.ones(one.shape, dtype=one.dtype) for key, one in each.items()} for each in value]
-        if name == IMAGES
+        if name == MEDIA
         else torch.ones_like(value)
         if isinstance(value, torch.Tensor) and value.dim() > 1
         else value
@@ -675,8 +657,8 @@ def _know(known: KnownValues, fake: Inputs, inputs: Inputs, *, padded: bool) -> 
     """Give `fake` inputs the values of `inputs`, except labels; if `padded`, the last token of the last row is none."""
     if padded:
         inputs["attention_mask"][-1, -1] = 0
-    pairs = [(fake[name], value) for name, value in inputs.items() if name not in (IMAGES, "labels")]
-    for made, row in zip(fake[IMAGES], inputs[IMAGES], strict=True):
+    pairs = [(fake[name], value) for name, value in inputs.items() if name not in (MEDIA, "labels")]
+    for made, row in zip(fake[MEDIA], inputs[MEDIA], strict=True):
         pairs += [(made[name], value) for name, value in row.items() if not value.is_meta]
     for one, value in pairs:
         known.know(one, value)

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, TextStreamer
 
-from finetune.data import chat, formats, images
-from finetune.data.examples import images_of
-from finetune.data.images import NO_IMAGES, ShownImages
-from finetune.data.vision import Vision
+from finetune.data import chat, formats
+from finetune.data.examples import media_in
+from finetune.data.media import NOTHING, TEXT_ALONE, Media, Shown
 from finetune.errors import ArtifactError, ConfigError, DataError, NumbersError
 from finetune.generation import caches
 from finetune.generation.settings import Settings
@@ -85,32 +84,26 @@ class Positions:
 
 
 def prompt_ids(
-    example: formats.Example, tokenizer: Any, control_tokens: chat.ControlTokens, vision: Vision | None = None
+    example: formats.Example, tokenizer: Any, control_tokens: chat.ControlTokens, media: Media = TEXT_ALONE
 ) -> list[int]:
     """Token ids of a prompt, rendered as in training (`control_tokens` is `data.control_tokens`); never empty.
 
-    With the `vision` of the base, tokens of images that the prompt does not show are refused.
+    Of the base's `media`, tokens of images that the prompt does not show are refused.
     """
     try:
         ids = chat.prompt_ids(example, tokenizer, control_tokens)
     except formats.RowError as error:
         raise ArtifactError(f"the chat template cannot render the prompt: {error}") from None
-    if vision:
-        try:
-            images.check_tokens(ids, images_of(example), vision)
-        except formats.RowError as error:
-            raise DataError(f"the prompt cannot be answered: {error}") from None
+    try:
+        media.check_tokens(ids, media_in(example))
+    except formats.RowError as error:
+        raise DataError(f"the prompt cannot be answered: {error}") from None
     return ids or [tokenizer.eos_token_id]  # an empty prompt, and a tokenizer without BOS
-
-
-def shown_in(prompts: Sequence[formats.Example], vision: Vision | None) -> ShownImages:
-    """The images that prompts show to a base of this vision."""
-    return ShownImages(vision, [images_of(prompt) for prompt in prompts])
 
 
 def answers(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], settings: Settings,
-    cache_bytes: Callable[[int], None] = lambda size: None, shown: ShownImages = NO_IMAGES,
+    cache_bytes: Callable[[int], None] = lambda size: None, shown: Shown = NOTHING,
 ) -> Iterator[Answer]:  # fmt: skip
     """The answers to `prompts` (token ids, as `prompt_ids` makes them), which show the images `shown`, in their order.
 
@@ -125,7 +118,7 @@ def answers(
 
 def stream(
     model: Any, tokenizer: Any, prompt: list[int], settings: Settings, say: Callable[[str], None],
-    shown: ShownImages = NO_IMAGES,
+    shown: Shown = NOTHING,
 ) -> Answer:  # fmt: skip
     """The answer to one prompt, passed to `say` in pieces as soon as they are certain."""
     generation = _Generation(model, tokenizer, settings, lambda size: None, shown)
@@ -166,7 +159,7 @@ def _begun(text: str, stop: str) -> int:
 
 class _Generation:
     def __init__(
-        self, model: Any, tokenizer: Any, settings: Settings, cache_bytes: Callable[[int], None], shown: ShownImages
+        self, model: Any, tokenizer: Any, settings: Settings, cache_bytes: Callable[[int], None], shown: Shown
     ) -> None:
         self._model, self._tokenizer, self._settings, self._cache_bytes = model, tokenizer, settings, cache_bytes
         self._shown = shown

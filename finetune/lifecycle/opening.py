@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.config import Config
 from finetune.data import inspection
-from finetune.data.encoded import IMAGES
+from finetune.data.encoded import MEDIA
 from finetune.data.prepare import Prepared
 from finetune.forecast.job_forecast import Forecast
 from finetune.forms import packed
@@ -74,7 +74,7 @@ def write_plan(config: Config, run: RunDirectory, forecast: Forecast | None) -> 
 
 def _images_named(rows: Any, numbers: list[int]) -> list[str]:
     """The paths of a split's images, numbered in the order of its rows; of one given as bytes, its row."""
-    shown = ((row["place"], image["path"]) for row in rows.select_columns(["place", IMAGES]) for image in row[IMAGES])
+    shown = ((row["place"], image["path"]) for row in rows.select_columns(["place", MEDIA]) for image in row[MEDIA])
     wanted = {*numbers}
     return [path or f"an image of {place}" for number, (place, path) in enumerate(shown) if number in wanted]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from finetune.config import AdapterSection, Config, DataSection, ModelSection, named
-from finetune.data import fingerprint, vision
-from finetune.data.prepare import Prepared, check_ids, prepare
-from finetune.data.vision import Vision
+from finetune.data import fingerprint
+from finetune.data.media import Media
+from finetune.data.prepare import Prepared, check_ids, media_of, prepare
 from finetune.errors import ConfigError, DataError
 from finetune.export import publish
 from finetune.forecast import devices, measured
@@ -85,7 +85,7 @@ def gather(
         build.check_files(config.model, architecture)
     stage(f"reading {named(config.data.train)}")
     with ranks.agreeing():
-        data = _prepared(config.data, run, vision.of(config, architecture, tokenizer), tokenizer, fresh=fresh)
+        data = _prepared(config.data, run, media_of(config, tokenizer, architecture), tokenizer, fresh=fresh)
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
         contract.check_rows(config.training.objective, data.layout, config.distributed.context)
@@ -105,11 +105,11 @@ def gather(
     )
 
 
-def _prepared(section: DataSection, run: RunDirectory, seen: Vision | None, tokenizer: Any, *, fresh: bool) -> Prepared:
+def _prepared(section: DataSection, run: RunDirectory, media: Media, tokenizer: Any, *, fresh: bool) -> Prepared:
     try:
-        return prepare(section, tokenizer, seen)
+        return prepare(section, tokenizer, media)
     except DataError as error:
-        if seen and run.saved_steps and not fresh:  # without a row that is said to be removed it would be refused
+        if media and run.saved_steps and not fresh:  # without a row that is said to be removed it would be refused
             raise DataError(
                 f"{error}\n{run.path} is saved up to step {max(run.saved_steps)} and goes on with the same rows alone: "
                 "put each image back, or another of its size in its place; without a row, use --fresh to start over"

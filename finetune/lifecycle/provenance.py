@@ -98,7 +98,7 @@ def of(
 ) -> dict[str, Any]:
     """The provenance as JSON values for a checkpoint's manifest; `base` is None until its files are on this machine."""
     splits = {"train": data.train, "eval": data.eval}
-    images = {name: fingerprint.of_images(rows) for name, rows in splits.items() if rows and data.vision}
+    images = {name: fingerprint.of_images(rows) for name, rows in splits.items() if rows and data.media}
     return {
         "config": config.model_dump(mode="json"),
         "data": {name: rows and fingerprint.of_rows(rows) for name, rows in splits.items()},

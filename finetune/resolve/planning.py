@@ -19,10 +19,10 @@ import torch
 from finetune import objectives
 from finetune.config import Config, TrainingSection, contradictions, dump, explained, loaded
 from finetune.config.field_types import LEVELS
-from finetune.data import batching, prepare, sources, vision
+from finetune.data import batching, prepare, sources
 from finetune.data.batching import LargestBatch, MicroBatching, RowOrder, Sizes
+from finetune.data.media import TEXT_ALONE, Media
 from finetune.data.prepare import Prepared
-from finetune.data.vision import Vision
 from finetune.errors import ArtifactError, ConfigError, ForecastError
 from finetune.forecast import devices, file_sizes, image_memory, job_forecast
 from finetune.forecast.cache import Kept
@@ -32,7 +32,7 @@ from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.plan import Fitted, Limits, Plan
 from finetune.forecast.replay import RunSetting
-from finetune.forecast.traced_step import Models, StepSetting, pixel_bytes, trace_step
+from finetune.forecast.traced_step import Models, StepSetting, trace_step
 from finetune.model import bounds, build, precision
 from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture
@@ -132,14 +132,14 @@ class Planner:
         is_shared = strategies.applies(section, self.gpus)
         setting = StepSetting(
             config, self.architecture, batch, evaluation, device, implementation, self.gpus, reference, evenly,
-            self.data.vision if self.data else None,
+            self.data.media if self.data else TEXT_ALONE,
         )  # fmt: skip
         trace = trace_step(setting, self._models)
         way = micro_batching(config, self.architecture)
         per_rank = batching.per_step(config.training.batch_size, way, batch) // section.shares(self.gpus)
         run = RunSetting(
             micro_batches=max(1, per_rank),
-            pixel_bytes=pixel_bytes(batch, setting.vision) if setting.vision else 0,
+            pixel_bytes=setting.media.nbytes(batch.images),
             merge_bytes=file_sizes.merge_bytes(trace) if adapts else 0,
             disk_bytes=file_sizes.disk_bytes(config.output, trace, adapts=adapts),
             checkpoint_bytes=file_sizes.checkpoint_bytes(trace),
@@ -292,17 +292,17 @@ class Planner:
     def images(self, config: Config) -> ImageMemory | None:
         """What an image takes, and the largest that fits, one row at a time; None for rows of text."""
         data = self.data
-        if data is None or data.vision is None:
+        if data is None or not data.media:
             return None
         config = config.changed({"training.micro_batch": 1, "training.micro_batch_tokens": None})
         batch = max(self._largest_batches(config)[0], key=lambda one: one.area)
 
-        def forecast(one: LargestBatch, seeing: Vision, pixels: int | None) -> Forecast:
-            planner = replace(self, data=replace(data, vision=seeing))
+        def forecast(one: LargestBatch, media: Media, pixels: int | None) -> Forecast:
+            planner = replace(self, data=replace(data, media=media))
             bounded = config.changed({"data.image_pixels": pixels or config.data.image_pixels})
             return planner._kept_or_traced(bounded, one, None)  # noqa: SLF001
 
-        return image_memory.of(batch, data.vision, config.data.max_length, forecast)
+        return image_memory.of(batch, data.media, config.data.max_length, forecast)
 
     def limits(self, config: Config) -> Limits:
         """The longest rows, most rows and highest rank that fit with every layer checkpointed."""
@@ -348,11 +348,11 @@ class Planner:
             )
         longer = config.data.max_length > self.job.data.max_length
         shorter = config.data.max_length < self.job.data.max_length
-        if shorter and self.data and self.data.vision:  # rows with images are dropped, not cut
+        if shorter and self.data and self.data.media:  # rows with images are dropped, not cut
             most_tokens = min(most_tokens or config.data.max_length, config.data.max_length)
         elif self.data is None or shorter or longer:
             longest = batching.longest_batches(way, step_rows, config.data.max_length)
-            if self.data and self.data.vision:
+            if self.data and self.data.media:
                 longest = [batching.with_most_images(Sizes.of(self.data.train, way), batch) for batch in longest]
             return longest, None if config.data.eval == "none" else longest[0]
         key = way, step_rows, most_tokens, shorter
@@ -539,6 +539,6 @@ def _data(config: Config, architecture: Any) -> Prepared | None:
     except ArtifactError:
         return None  # training reports a tokenizer that cannot be used
     bounds.check_tokenizer(tokenizer, architecture, model)
-    data = prepare.prepare(config.data, tokenizer, vision.of(config, architecture, tokenizer))
+    data = prepare.prepare(config.data, tokenizer, prepare.media_of(config, tokenizer, architecture))
     contract.check_rows(config.training.objective, data.layout, config.distributed.context)
     return data

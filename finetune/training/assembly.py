@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from finetune import objectives
-from finetune.data import vision
 from finetune.data.batching import MicroBatching, RowOrder, Sizes
 from finetune.measure import snapshots
 from finetune.model.precision import autocast
@@ -138,7 +137,7 @@ def _steps(job: TrainingJob) -> Steps:
     way = _way(job)
     collate = MicroBatches(
         way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), config.distributed.context,
-        vision.of(config, job.architecture, job.tokenizer),
+        job.data.media,
     )  # fmt: skip
     # The order of a run must outlive a change of what lets segments share tokens, such as `kernels.compile`.
     sizes = Sizes.of(rows, replace(way, shares=False))

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from finetune.config import TrainingSection
 from finetune.data.batching import RowOrder
-from finetune.data.encoded import IMAGES, columns
+from finetune.data.encoded import MEDIA, columns
 from finetune.runtime import ranks
 from finetune.training.collator import Inputs, MicroBatches
 
@@ -69,7 +69,7 @@ def agreed(steps: Iterator[list[Inputs]], rows: Any) -> Iterator[list[Inputs]]:
 
     Only rows with images are read from anywhere but memory.
     """
-    if IMAGES not in rows.column_names or ranks.world_size() == 1:
+    if MEDIA not in rows.column_names or ranks.world_size() == 1:
         yield from steps
         return
     while True:

@@ -9,17 +9,16 @@ Each rank takes its share of the rows; together they take the same rows as a sin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from finetune.config import Config
-from finetune.data import images, vision
-from finetune.data.batching import MicroBatching, area, micro_batches
-from finetune.data.encoded import IGNORE, IMAGES, MISMATCHED, ONE_SEQUENCE, SEEN, TEACHER, lengths_of
-from finetune.data.vision import Vision
+from finetune.data.batching import MicroBatching, micro_batches
+from finetune.data.encoded import IGNORE, MEDIA, MISMATCHED, ONE_SEQUENCE, TEACHER, lengths_of
+from finetune.data.media import TEXT_ALONE, Media, joined
 from finetune.model.attention import packing
 from finetune.objectives import MODEL_INPUTS, layout_of
 
@@ -31,11 +30,7 @@ sequences share tokens, also `key_parts`.
 A row is one sequence, unless the layout of the rows names segments: then each segment is one, those of a row one after
 the other, and `row` (sequences,) is the row of each. Each value of the rows is (rows,), float32; those of a teacher are
 (sequences, tokens, k), or packed (1, tokens, k). `mismatched` is the micro-batch of the segments that go through the
-model apart, if rows have such. `images` are, if any row has some, the model's arguments for those of each row."""
-
-
-Pixels = Callable[[Mapping[str, Any], Vision], dict[str, torch.Tensor]]
-"""From a row to the model's arguments for its images; none for a row without images."""
+model apart, if rows have such. `images` are, if any row shows some, the model's arguments for those of each row."""
 
 
 def micro_batching(config: Config, architecture: Any = None) -> MicroBatching:
@@ -70,15 +65,14 @@ class MicroBatches:
     """Collates this rank's share of rows (`encoded.columns`) into a list of micro-batches.
 
     Each `context` ranks in a row have one share, whose rows they split: micro-batches then have `position_ids`, and as
-    many tokens as can be divided among them. `pixels` makes the model's arguments of a row's images; by default it
-    decodes and processes them.
+    many tokens as can be divided among them. `media` makes the model's arguments of what rows show.
     """
 
     def __init__(
         self, way: MicroBatching, pad_token_id: int, rank: int = 0, world_size: int = 1, context: int = 1,
-        vision: Vision | None = None, pixels: Pixels | None = None,
+        media: Media = TEXT_ALONE,
     ) -> None:  # fmt: skip
-        self.way, self._vision, self._pixels = way, vision, pixels or decoded
+        self.way, self.media = way, media
         self._rank, self._world_size = rank // context, world_size // context
         self._pad_token_id, self._context = pad_token_id, context
 
@@ -86,12 +80,9 @@ class MicroBatches:
         shares = [rows[rank :: self._world_size] for rank in range(self._world_size)]
         way = self.way
         parts = [
-            micro_batches(
-                [way.length(lengths_of(row), way.shared(row)) for row in share], way,
-                [area(row[SEEN]) for row in share] if self._vision else (),
-            )
+            micro_batches([way.length(lengths_of(row), way.shared(row)) for row in share], way, self.media.areas(share))
             for share in shares
-        ]  # fmt: skip
+        ]
         mine = shares[self._rank]
         own = [self.micro_batch([mine[row] for row in part]) for part in parts[self._rank]]
         # Ranks synchronise in every micro-batch, so all need the same number.
@@ -124,9 +115,7 @@ class MicroBatches:
         for name, none in zip(TEACHER, (0, -math.inf), strict=True) if layout.teacher else ():
             parts = [np.asarray(row[name]).reshape(-1, layout.teacher) for row in rows]
             inputs[name] = _padded(parts, inputs["input_ids"].shape, none)
-        if self._vision and any(row.get(SEEN) for row in rows):
-            inputs |= self._seen(rows, inputs["input_ids"], self._vision)
-        return inputs
+        return inputs | self.media.inputs(rows, inputs["input_ids"])
 
     def _joined(self, sequences: Sequence[_Sequence], shared: Sequence[int]) -> Inputs:
         """The sequences padded to the longest, or packed; packed ones see `shared` tokens before their own."""
@@ -151,13 +140,6 @@ class MicroBatches:
             labels[places["cu_seq_lens_q"][:-1].numpy()] = IGNORE  # nothing predicts the first token of a sequence
         return {"input_ids": _tensor(ids)[None], "labels": _tensor(labels)[None], **places}
 
-    def _seen(self, rows: Sequence[dict[str, Any]], ids: torch.Tensor, vision: Vision) -> Inputs:
-        """The images of each row, and which tokens (sequences, tokens) stand for them."""
-        made = images.in_threads(lambda row: self._pixels(row, vision), rows)
-        # Copied, since what another thread allocates is not counted (measure/tensors.py).
-        seen = [{name: value.clone() for name, value in each.items()} for each in made]
-        return {IMAGES: seen, **vision.types(ids)}
-
     def idle(self) -> Idle:
         """A micro-batch of one row without trained tokens."""
         return Idle(self.micro_batch([self.row([2] * self.way.layout.together, label=IGNORE)]))
@@ -170,11 +152,6 @@ class MicroBatches:
         row = {"input_ids": [0] * tokens, "labels": [label] * tokens, **dict.fromkeys(self.way.layout.values, 0.0)}
         row |= dict.fromkeys(TEACHER, [0] * (tokens * self.way.layout.teacher)) if self.way.layout.teacher else {}
         return {**row, "segments": lengths, "shared": shared} if self.way.layout.segments else row
-
-
-def decoded(row: Mapping[str, Any], vision: Vision) -> dict[str, torch.Tensor]:
-    """The model's arguments for the images of a row of a prepared split; none for a row without images."""
-    return images.processed(row[IMAGES], vision)
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:
@@ -214,8 +191,8 @@ def passes(inputs: Inputs) -> list[Inputs]:
 
 def for_model(inputs: Inputs, *, masked: bool) -> Inputs:
     """The keyword arguments of the model's forward pass for a micro-batch, the padding mask included if `masked`."""
-    left_out = (MISMATCHED, IMAGES) if masked else (MISMATCHED, IMAGES, "attention_mask")
-    seen = vision.joined(inputs[IMAGES]) if IMAGES in inputs else {}
+    left_out = (MISMATCHED, MEDIA) if masked else (MISMATCHED, MEDIA, "attention_mask")
+    seen = joined(inputs[MEDIA]) if MEDIA in inputs else {}
     return {name: value for name, value in inputs.items() if name not in left_out} | seen
 
 
@@ -251,7 +228,7 @@ def _some(inputs: Inputs, first: int, end: int) -> Inputs:
     own = {name: value for name, value in inputs.items() if name in MODEL_INPUTS or name in TEACHER}
     some = _packed_rows if "cu_seq_lens_q" in inputs else _rows
     if "row" not in inputs:
-        return some(own, first, end) | ({IMAGES: inputs[IMAGES][first:end]} if IMAGES in inputs else {})
+        return some(own, first, end) | ({MEDIA: inputs[MEDIA][first:end]} if MEDIA in inputs else {})
     start, stop = torch.searchsorted(inputs["row"], torch.tensor([first, end])).tolist()
     left = {name: value for name, value in inputs.items() if name not in own and name != "row"}
     values = {name: some(value, first, end) if name == MISMATCHED else value[first:end] for name, value in left.items()}

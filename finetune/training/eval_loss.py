@@ -17,9 +17,9 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from finetune.config import Config
-from finetune.data import vision
 from finetune.data.batching import MicroBatching, Sizes, micro_batches
 from finetune.data.encoded import RowLayout, columns
+from finetune.data.prepare import media_of
 from finetune.errors import OutOfMemoryError
 from finetune.measure.out_of_memory import is_out_of_memory, reason
 from finetune.model.attention import packing
@@ -240,7 +240,7 @@ def _watched(
     """The sum and count of `loss` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
     training = config.training
     log_probs.attach(model)
-    collate = MicroBatches(way, tokenizer.pad_token_id, vision=vision.of(config, model.config, tokenizer))
+    collate = MicroBatches(way, tokenizer.pad_token_id, media=media_of(config, tokenizer, model.config))
     by_row: list[torch.Tensor] = []
     watching = model.register_forward_hook(
         lambda model, _, batch, outputs: by_row.append(read(batch, outputs)), with_kwargs=True

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from finetune import kernels
-from finetune.data import vision
 from finetune.errors import ConfigError, MachineError
 from finetune.kernels import compiled
 from finetune.model.adapters.adapter import casts_by_autocast
@@ -25,8 +24,7 @@ def complete(job: TrainingJob) -> TrainingJob:
     config, model = job.config, job.model
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
         attached, off = _fuse(job)
-        seen = vision.of(config, job.architecture, job.tokenizer)
-        probe_table.run("built", Subject(config, model, vision=seen))
+        probe_table.run("built", Subject(config, model, media=job.data.media))
         if config.kernels.compile == "layers":
             _compile(job, attached)
         off |= _attach_loss(job)

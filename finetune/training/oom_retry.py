@@ -22,7 +22,7 @@ import torch
 from torch.distributed import DistError
 
 from finetune.config import Config
-from finetune.data.encoded import IMAGES, MISMATCHED, segments_of
+from finetune.data.encoded import MEDIA, MISMATCHED, segments_of
 from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
 from finetune.model.distributed import optimizer_states
 from finetune.runtime import libraries, ranks
@@ -70,7 +70,7 @@ def _positions(inputs: Inputs) -> int:
 
 def _pixels(inputs: Inputs) -> int:
     """Numbers in the pixels of a micro-batch's images, as the processor makes them."""
-    return sum(value.numel() for row in inputs.get(IMAGES, ()) for value in row.values())
+    return sum(value.numel() for row in inputs.get(MEDIA, ()) for value in row.values())
 
 
 def smaller(inputs: Inputs, config: Config, shares: int) -> dict[str, int]:

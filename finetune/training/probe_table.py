@@ -15,6 +15,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from finetune.config import Config
+from finetune.data.media import TEXT_ALONE, Media
 from finetune.data.vision import Vision
 from finetune.errors import MachineError
 from finetune.kernels import KERNELS, Attached, self_test
@@ -38,7 +39,7 @@ that share tokens, with rows split.
 @dataclass(frozen=True)
 class Subject:
     """A model to probe: the job's config, the kernels attached to it and those that are off, the group that splits its
-    rows, and the images of its rows, if any.
+    rows, and what its rows may show.
     """
 
     config: Config
@@ -46,7 +47,7 @@ class Subject:
     attached: Attached | None = None
     off: Collection[str] = ()
     group: ProcessGroup | None = None
-    vision: Vision | None = None
+    media: Media = TEXT_ALONE
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def _sharing(subject: Subject) -> str | None:
 
 
 def _images(subject: Subject) -> None:
-    assert subject.vision is not None
-    seeing.prove(subject.model, subject.vision.sample())
+    assert isinstance(subject.media, Vision)
+    seeing.prove(subject.model, subject.media.sample())
 
 
 def _objective(subject: Subject) -> None:

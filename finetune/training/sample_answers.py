@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from finetune.config import Config
-from finetune.data import examples, vision
-from finetune.data.prepare import Question, questions
+from finetune.data import examples
+from finetune.data.media import Shown
+from finetune.data.prepare import Question, media_of, questions
 from finetune.errors import ArtifactError, FinetuneError, first_line
 from finetune.generation import answering
 from finetune.generation.settings import Settings
@@ -44,8 +45,8 @@ def before(
     answers = ranks.is_main() and not config.scorer and config.model.weights != "random"
     if not answers or holds_parts(config.distributed, ranks.world_size()):
         return []
-    seen = vision.of(config, base.config, tokenizer)
-    asked = list(itertools.islice(questions(config.data, tokenizer, seen), QUESTIONS))
+    media = media_of(config, tokenizer, base.config)
+    asked = list(itertools.islice(questions(config.data, tokenizer, media), QUESTIONS))
     if kept := _kept(asked, run, note):
         return kept
     stage("the base answers a few questions, to compare with later")
@@ -54,7 +55,7 @@ def before(
     # Training rows are truncated, questions are not.
     short = [(each, ids) for each, ids in prompts if len(ids) < positions]
     # Token ids do not identify images.
-    key = (config.training.precision, *(tuple(ids) for _, ids in short)) if seen is None else object()
+    key = (config.training.precision, *(tuple(ids) for _, ids in short)) if not media else object()
     computed = {} if computed is None else computed
     try:
         replies = computed.get(key) or _replies(base, tokenizer, [each.prompt for each, _ in short], config)
@@ -88,7 +89,7 @@ def after(model: Any, tokenizer: Any, config: Config, run: RunDirectory, asked: 
 
 def _replies(model: Any, tokenizer: Any, prompts: Sequence[examples.Example], config: Config) -> list[str]:
     ids = [answering.prompt_ids(prompt, tokenizer, config.data.control_tokens) for prompt in prompts]
-    shown = answering.shown_in(prompts, vision.of(config, model.config, tokenizer))
+    shown = Shown.by(prompts, media_of(config, tokenizer, model.config))
     with autocast(config.training.precision, model.device):
         return [each.text for each in answering.answers(model, tokenizer, ids, Settings(TOKENS), shown=shown)]
 

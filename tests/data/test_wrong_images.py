@@ -303,14 +303,14 @@ def test_a_file_that_may_not_be_read_is_named(seen: vision.Vision, tmp_path: Pat
     (tmp_path / name).chmod(0)
     request.getfixturevalue("somebody_else")
     with pytest.raises(RowError, match=r"secret\.png: cannot be read: Permission denied; correct the path"):
-        images.measured(Chat([], images=(RowImage(path=name),)), tmp_path, seen)
+        seen.measured(Chat([], images=(RowImage(path=name),)), tmp_path)
 
 
 def test_an_image_of_8_bits_a_channel_is_trained_in_rgb(seen: vision.Vision, tmp_path: Path) -> None:
     for kind in ("CMYK", "L", "1", "P", "LA", "RGBA", "YCbCr"):
         form = {"CMYK": "JPEG", "YCbCr": "JPEG"}.get(kind, "PNG")
         Image.new(kind, (20, 16), 1).save(tmp_path / "a", form)
-        [image] = images.measured(Chat([], images=(RowImage(path="a"),)), tmp_path, seen).images
+        [image] = seen.measured(Chat([], images=(RowImage(path="a"),)), tmp_path).images
         pixels = images.decoded(image.__dict__)
         assert (pixels.mode, pixels.size) == ("RGB", (20, 16)), kind
 
@@ -325,7 +325,7 @@ def test_a_damaged_file_is_refused_unless_a_batch_can_decode_it(seen: vision.Vis
             for _ in range(4):
                 content[draw.randrange(len(content))] = draw.randrange(256)
             try:
-                [image] = images.measured(Chat([], images=(RowImage(data=bytes(content)),)), None, seen).images
+                [image] = seen.measured(Chat([], images=(RowImage(data=bytes(content)),)), None).images
             except RowError:
                 refused += 1
             else:
@@ -345,7 +345,7 @@ FOLLOWED = {
 
 def test_anything_may_follow_an_image_in_its_file(seen: vision.Vision) -> None:
     for what, file in FOLLOWED.items():
-        [image] = images.measured(Chat([], images=(RowImage(data=file),)), None, seen).images
+        [image] = seen.measured(Chat([], images=(RowImage(data=file),)), None).images
         pixels = Image.open(io.BytesIO(file)).convert("RGB")
         assert images.decoded(vars(image)).tobytes() == pixels.tobytes(), what
         assert pixels.size == NOISE.size
@@ -371,7 +371,7 @@ def test_a_file_cut_off_anywhere_is_refused_unless_all_pixels_are_there(
     for kept in [*range(0, len(whole) - 40, 67), *range(len(whole) - 40, len(whole))]:
         after = {"nothing": b"", "zeros": bytes(len(whole) - kept), "a video": VIDEO}[rest]
         with contextlib.suppress(RowError):
-            [image] = images.measured(Chat([], images=(RowImage(data=whole[:kept] + after),)), None, seen).images
+            [image] = seen.measured(Chat([], images=(RowImage(data=whole[:kept] + after),)), None).images
             assert images.decoded(vars(image)).tobytes() == pixels
             read += 1
     assert read < 40
@@ -382,7 +382,7 @@ def test_paths_may_be_absolute_and_lead_out_of_the_folder(seen: vision.Vision, t
     name = seeing.picture(tmp_path, "a.png", (16, 16))
     (tmp_path / "rows").mkdir()
     for path in (str(tmp_path / name), f"../{name}"):
-        [image] = images.measured(Chat([], images=(RowImage(path=path),)), tmp_path / "rows", seen).images
+        [image] = seen.measured(Chat([], images=(RowImage(path=path),)), tmp_path / "rows").images
         assert os.path.samefile(image.path, tmp_path / name)
 
 
@@ -403,7 +403,7 @@ def test_a_file_that_changes_after_preparation_ends_the_run(job: Any, monkeypatc
 
 def test_a_file_that_is_lost_after_preparation_is_named(seen: vision.Vision, tmp_path: Path) -> None:
     name = seeing.picture(tmp_path, "lost.png", (16, 16))
-    [image] = images.measured(Chat([], images=(RowImage(path=name),)), tmp_path, seen).images
+    [image] = seen.measured(Chat([], images=(RowImage(path=name),)), tmp_path).images
     (tmp_path / name).unlink()
     with pytest.raises(DataError, match=r"lost\.png: no such file"):
         images.decoded(vars(image))

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 import finetune
 from finetune.choices import load_config
 from finetune.config import AdapterSection, Config
-from finetune.data.images import NO_IMAGES
+from finetune.data.media import NOTHING
 from finetune.data.prepare import ComparedRows
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import proof
@@ -306,7 +306,7 @@ def test_a_correct_merge_is_proven_and_a_wrong_one_refused(
         bases = Bases(config, tmp_path / "adapter", identity.loaded_files(base), CPU)
         folder.mkdir()
         merged_files.write_weights(bases.merging("16-bit"), folder)
-        return merge._prove(bases, "16-bit", ComparedRows(rows, rows, NO_IMAGES, "random rows"), folder)
+        return merge._prove(bases, "16-bit", ComparedRows(rows, rows, NOTHING, "random rows"), folder)
 
     proven = prove(tmp_path / "right")
     assert proven["error"] <= proven["bound"] < proven["effect"] / 10

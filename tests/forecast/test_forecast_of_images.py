@@ -153,7 +153,7 @@ def test_the_largest_image_is_bounded_by_the_budget_and_by_the_length(job: tuple
     if family != "qwen3_vl":
         pytest.skip("images of one size")
     planner = planning.planner_for(config, "cpu")
-    vision = planner.data.vision
+    vision = planner.data.media
     assert [vision.bounded(side * side).count(256, 256) for side in (64, 128)] == [64, 256]
     batch = max(planner._largest_batches(config)[0], key=lambda one: one.area)
 

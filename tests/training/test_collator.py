@@ -13,7 +13,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.data.batching import MicroBatching
 from finetune.data.cache import digest_of
-from finetune.data.encoded import IGNORE, IMAGES, SEEN, RowImage, RowLayout
+from finetune.data.encoded import IGNORE, MEDIA, MEDIA_SIZES, RowImage, RowLayout
 from finetune.data.vision import FAMILIES, Vision
 from finetune.objectives.kto import LABELLED
 from finetune.objectives.preference import PAIRS
@@ -152,16 +152,16 @@ def test_a_batch_has_the_images_of_each_row_if_any_row_has_some() -> None:
     vision = Vision(processor, model.config, FAMILIES["gemma3"])
     file = seeing.encoded(seeing.Image.new("RGB", (32, 32), "red"))
     [token] = vision.image_tokens
-    text = {"input_ids": [5, 6], "labels": [5, 6], IMAGES: [], SEEN: []}
+    text = {"input_ids": [5, 6], "labels": [5, 6], MEDIA: [], MEDIA_SIZES: []}
     picture = {
         "input_ids": [5, *[token] * 4], "labels": [5, *[IGNORE] * 4],
-        IMAGES: [vars(RowImage(data=file, digest=digest_of(file)))], SEEN: [32, 32, 4],
+        MEDIA: [vars(RowImage(data=file, digest=digest_of(file)))], MEDIA_SIZES: [32, 32, 4],
     }  # fmt: skip
-    collate = MicroBatches(MicroBatching(2), PAD, vision=vision)
+    collate = MicroBatches(MicroBatching(2), PAD, media=vision)
     both = collate.micro_batch([text, picture])
-    assert [set(row) for row in both[IMAGES]] == [set(), {"pixel_values"}]
+    assert [set(row) for row in both[MEDIA]] == [set(), {"pixel_values"}]
     assert both["token_type_ids"].tolist() == [[0] * 5, [0, 1, 1, 1, 1]]
-    assert IMAGES not in collate.micro_batch([text, text])
+    assert MEDIA not in collate.micro_batch([text, text])
 
 
 def test_ranks_take_turns_at_the_rows_of_a_step_and_have_as_many_micro_batches() -> None:

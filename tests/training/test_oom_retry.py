@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from finetune.data.batching import MicroBatching
-from finetune.data.encoded import IGNORE, IMAGES
+from finetune.data.encoded import IGNORE, MEDIA
 from finetune.objectives import OBJECTIVES
 from finetune.objectives.kto import LABELLED
 from finetune.training.collator import Inputs, MicroBatches, apart
@@ -84,7 +84,7 @@ def test_images_that_do_not_fit_leave_micro_batches_of_fewer_pixels_whole() -> N
 
     def shown(tokens: int, *pixels: int) -> Inputs:
         rows = [{"input_ids": [1] * tokens, "labels": [1] * tokens}] * 2
-        return {**collate.micro_batch(rows), IMAGES: [{"pixel_values": torch.ones(each, 4)} for each in pixels]}
+        return {**collate.micro_batch(rows), MEDIA: [{"pixel_values": torch.ones(each, 4)} for each in pixels]}
 
     assert limit.lower(shown(8, 30, 50))
     for inputs, parts in ((shown(8, 50, 30), 2), (shown(9, 80, 1), 2), (shown(9, 40, 30), 1), (shown(7, 80, 80), 1)):

@@ -26,7 +26,7 @@ from transformers import AutoModelForImageTextToText
 import finetune
 from finetune.config import dump
 from finetune.data import vision as base_vision
-from finetune.data.encoded import IMAGES
+from finetune.data.encoded import MEDIA
 from finetune.data.vision import PIXELS
 from finetune.errors import ArtifactError
 from finetune.model.base import load_architecture
@@ -230,7 +230,7 @@ def test_a_loss_follows_from_the_pixels_and_no_graph_from_the_tower(loop: Loop) 
     loss, _ = gradients(loop, [part])
     hook.remove()
     assert graphs == [False]
-    part[IMAGES] = [{**row, "pixel_values": row["pixel_values"].flip(-1)} for row in part[IMAGES]]
+    part[MEDIA] = [{**row, "pixel_values": row["pixel_values"].flip(-1)} for row in part[MEDIA]]
     assert abs(gradients(loop, [part])[0] - loss) > 1e-4
 
 
@@ -240,15 +240,15 @@ def test_a_blank_image_changes_its_own_row_alone_and_a_removed_one_its_tokens(lo
             return loop.step.model(**for_model(part, masked=True), fused_lm_head=True).log_probs
 
     [part] = micro_batches(loop, [1, 2], 2)
-    before, [one, other] = scores(part), part[IMAGES]
-    part[IMAGES] = [one, {**other, "pixel_values": torch.full_like(other["pixel_values"], 0.5)}]
+    before, [one, other] = scores(part), part[MEDIA]
+    part[MEDIA] = [one, {**other, "pixel_values": torch.full_like(other["pixel_values"], 0.5)}]
     after = scores(part)
     torch.testing.assert_close(after[0], before[0], rtol=0, atol=1e-6)
     assert (after[1] - before[1]).abs().max() > 1e-4
     [shown], [text] = (micro_batches(loop, [row], 1) for row in (1, 0))
-    assert IMAGES in shown
-    assert IMAGES not in text
-    assert not torch.isin(text["input_ids"], loop.steps.collate._vision.image_tokens[0]).any()
+    assert MEDIA in shown
+    assert MEDIA not in text
+    assert not torch.isin(text["input_ids"], loop.steps.collate.media.image_tokens[0]).any()
 
 
 @pytest.mark.long
@@ -286,7 +286,7 @@ def test_steps_that_a_thread_prepares_ahead_are_those_prepared_in_turn(loop: Loo
     steps = replace(loop.steps, batch_size=2)
     in_turn, ahead = list(steps.epoch(0, 0)), list(one_ahead(steps.epoch(0, 0)))
     assert len(ahead) == 3
-    assert any(IMAGES in part for step in ahead for part in step)
+    assert any(MEDIA in part for step in ahead for part in step)
     for part, expected in zip(itertools.chain(*ahead), itertools.chain(*in_turn), strict=True):
         found, wanted = (for_model(each, masked=True) for each in (part, expected))
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from finetune.config import Config, QuantizationSection
-from finetune.data.images import NO_IMAGES, ShownImages
+from finetune.data.media import NOTHING, Shown
 from finetune.errors import ArtifactError
 from finetune.export import proof
 from finetune.export.merging.updates import Updates, base_name
@@ -48,7 +48,7 @@ class Bases:
     """
 
     def __init__(
-        self, config: Config, adapter: Path, files: list[Path], device: torch.device, shown: ShownImages = NO_IMAGES,
+        self, config: Config, adapter: Path, files: list[Path], device: torch.device, shown: Shown = NOTHING,
         longest: int = proof.ROW_TOKENS,
     ) -> None:  # fmt: skip
         if not files:

@@ -20,7 +20,7 @@ import torch
 
 from finetune.config import Config
 from finetune.config.field_types import pick
-from finetune.data import fingerprint, vision
+from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import finished_run, proof, staging
@@ -54,8 +54,8 @@ def merge(
         raise ArtifactError(f"{run.path} has a base of random weights, which were not saved; there is nothing to merge")
     chosen = _chosen(config, onto)
     tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
-    seen = vision.of(config, load_architecture(config.model), tokenizer)
-    compared = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, seen)
+    media = data_prepare.media_of(config, tokenizer)
+    compared = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, media)
 
     folder = weights_directory(config.model.name, config.model.revision, download=True)
     base_identity = finished_run.base_of(run, config, note)
@@ -68,7 +68,7 @@ def merge(
 
     def make(written: Path) -> dict[str, Any]:
         fingerprint.save(tokenizer, base_identity, written)
-        merged_files.write_settings(bases, folder, tokenizer, written, compared.ids, seen)
+        merged_files.write_settings(bases, folder, tokenizer, written, compared.ids, media)
         merged_files.write_weights(bases.merging(chosen), written)
         return {
             "format": "merged",

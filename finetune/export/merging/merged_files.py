@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from finetune.data.vision import Vision
+from finetune.data.media import Media
 from finetune.errors import MachineError
 from finetune.export.merging.bases import Bases, Merging
 from finetune.model.source import chat_template
@@ -88,18 +88,16 @@ def _tensors(merging: Merging, of: dict[str, streamed.ConversionGroup], names: l
             yield tensors.pop(name)
 
 
-def _bound(file: Path, seen: Vision) -> None:
+def _bound(file: Path, media: Media) -> None:
     """Write the settings with which a run's images were processed to a processor's file, if it is of images."""
     values = json.loads(file.read_text(encoding="utf-8"))
     of_images = values.get("image_processor", values)
     if "image_processor_type" in of_images:
-        of_images |= {key: value for key, value in seen.settings().items() if key in of_images}
+        of_images |= {key: value for key, value in media.settings().items() if key in of_images}
         write_json(file, values)
 
 
-def write_settings(
-    bases: Bases, base: Path, tokenizer: Any, folder: Path, rows: list[list[int]], seen: Vision | None
-) -> None:
+def write_settings(bases: Bases, base: Path, tokenizer: Any, folder: Path, rows: list[list[int]], media: Media) -> None:
     """Write config.json and generation_config.json; generation stops at the end of a turn as it was trained.
 
     A classifier has no generation_config.json, and the padding token that `rows` (token ids) allow. The base's
@@ -108,8 +106,8 @@ def write_settings(
     for name in PROCESSORS:
         if (base / name).is_file():
             shutil.copyfile(base / name, folder / name)
-            if seen and bases.config.data.image_pixels:
-                _bound(folder / name, seen)
+            if media and bases.config.data.image_pixels:
+                _bound(folder / name, media)
     classifies = sequence_head.is_classifier(bases.bare)
     if classifies:
         padding = sequence_head.padding_for(tokenizer, rows)

@@ -10,9 +10,9 @@ import torch
 
 from finetune.config import DataSection
 from finetune.data import prepare
-from finetune.data.encoded import IMAGES
+from finetune.data.encoded import MEDIA
+from finetune.data.media import TEXT_ALONE, Media
 from finetune.data.rows import RowTable
-from finetune.data.vision import Vision
 from finetune.errors import DataError
 
 TOKENS = 2**16
@@ -21,7 +21,7 @@ _LONGEST = 2048
 
 
 def rows(
-    section: DataSection, tokenizer: Any, seed: int, note: Callable[[str], None], vision: Vision | None = None
+    section: DataSection, tokenizer: Any, seed: int, note: Callable[[str], None], media: Media = TEXT_ALONE
 ) -> torch.Tensor:
     """Token ids (rows, tokens) of training rows drawn by `seed`, one after the other, without those that show images.
 
@@ -29,8 +29,11 @@ def rows(
     """
     if not prepare.is_here(section):
         note("the rows were given from Python and are not kept on disk: the model is rounded with the built-in ones")
-        vision, section = None, DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens)
-    return ids_of(prepare.prepare(section, tokenizer, vision).train, section.max_length, seed)
+        media, section = (
+            TEXT_ALONE,
+            DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens),
+        )
+    return ids_of(prepare.prepare(section, tokenizer, media).train, section.max_length, seed)
 
 
 def ids_of(table: RowTable, max_length: int, seed: int) -> torch.Tensor:
@@ -38,7 +41,7 @@ def ids_of(table: RowTable, max_length: int, seed: int) -> torch.Tensor:
     ids: list[int] = []
     for number in random.Random(seed).sample(range(len(table)), len(table)):
         row = table[number]
-        if not row.get(IMAGES):
+        if not row.get(MEDIA):
             ids += row["input_ids"]
         if len(ids) >= TOKENS:
             break

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from finetune.config import Config, QuantizationSection, TrainingSection
-from finetune.data import vision
+from finetune.data.prepare import media_of
 from finetune.errors import MachineError
 from finetune.export.conversion import Conversion
 from finetune.export.rounding import calibration, memory, part_files
@@ -49,8 +49,8 @@ def rounded(
     implementation = build.attention_of_exports(job.config, architecture, job.device.type)
     plain = QuantizationSection(kind="none")
     model = Blueprint(section, plain, architecture, implementation, dtype).weightless()
-    seen = vision.of(job.config, job.architecture, job.tokenizer)
-    ids = calibration.rows(job.config.data, job.tokenizer, job.config.training.seed, note, seen)
+    media = media_of(job.config, job.tokenizer, job.architecture)
+    ids = calibration.rows(job.config.data, job.tokenizer, job.config.training.seed, note, media)
     form_of = dict(forms(model, job.kind))
     made_from = {
         "forms": form_of,

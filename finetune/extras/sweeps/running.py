@@ -22,7 +22,7 @@ import numpy as np
 
 from finetune import recipe
 from finetune.config import AdapterSection, Config, TrainingSection
-from finetune.data import fingerprint, prepare, vision
+from finetune.data import fingerprint, prepare
 from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, NumbersError, OutOfMemoryError, first_line
 from finetune.extras.sweeps import grid, halving
@@ -272,8 +272,8 @@ class _Sweep:
     @cached_property
     def _data(self) -> Prepared:
         allowed, _ = bounds.as_known_base_allows(self.members[0].config)
-        seen = vision.of(allowed, load_architecture(allowed.model), self._tokenizer)
-        data = prepare.prepare(allowed.data, self._tokenizer, seen)
+        media = prepare.media_of(allowed, self._tokenizer)
+        data = prepare.prepare(allowed.data, self._tokenizer, media)
         if not data.eval:
             raise DataError(f"a sweep compares members on evaluation rows; {data.warning}")
         return data
