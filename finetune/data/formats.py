@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from finetune.config import inline
+from finetune.config import DataSection, inline
 from finetune.config.field_types import Help, name_of, nearest, not_given, shortened
 from finetune.data import examples, images, labelled, pairs, teachers, unpaired
 from finetune.data import fields as row
@@ -41,8 +41,8 @@ class RowFormat:
     """A row format, recognised by its `required` fields (if any) and parsed by `read`.
 
     `of_answers`: the rows hold answers, so rows labelled as good or bad (KTO) are refused. `detected`: by its fields;
-    else only where `data.format` or the objective names it. `unpaired`: each answer of a pair becomes a row.
-    `rewritten`: the function of a format given from Python.
+    else only where `data.format` or the objective names it. `completed` adds what the data section decides. `rows` are
+    those that one becomes, each with what its location adds. `rewritten`: the function of a format given from Python.
     """
 
     help: str
@@ -51,7 +51,8 @@ class RowFormat:
     optional: tuple[str, ...] = ()
     of_answers: bool = True
     detected: bool = True
-    unpaired: bool = False
+    completed: Callable[[Content, DataSection], Content] = lambda content, section: content
+    rows: Callable[[Content], Mapping[str, Content]] = lambda content: {"": content}
     rewritten: Callable[[Fields], Fields] | None = None
 
 
@@ -385,6 +386,7 @@ FORMATS: dict[str, RowFormat] = {
     "labelled": RowFormat(
         "`label`, the name or number of a class, and `text`, `messages` or `prompt`; for classification",
         ("label",), labelled.read, labelled.OPTIONAL, of_answers=False, detected=False,
+        completed=lambda content, section: labelled.numbered(content, section.labels),
     ),
     "prompt_completion": RowFormat(
         "`prompt` and `completion`, text or messages; the completion is trained",
@@ -394,7 +396,7 @@ FORMATS: dict[str, RowFormat] = {
         "a prompt and an answer with `label`, true if it is desirable, in any of the published layouts; of a pair, the "
         "chosen answer is, and the rejected one is not",
         ("prompt", "completion", "label"), unpaired.read, unpaired.OPTIONAL, of_answers=False, detected=False,
-        unpaired=True,
+        rows=unpaired.rows_of,
     ),
     "alpaca": RowFormat(
         "`instruction`, `output` and optionally `input`, `system` and `history`",
@@ -408,6 +410,7 @@ FORMATS: dict[str, RowFormat] = {
         "`input_ids`, optionally `labels`, with `teacher_ids` and `teacher_logprobs`, or vLLM's `prompt_logprobs`",
         ("input_ids",), lambda fields: teachers.read(fields, *_unpadded(fields)), teachers.OPTIONAL,
         of_answers=False, detected=False,
+        completed=lambda content, section: teachers.kept(content, section.teacher_tokens),
     ),
     "text": RowFormat(
         "`text`, all of it trained",
@@ -457,5 +460,8 @@ def of_objective(form: str, wanted: str) -> str:
     if own is None or own.rewritten is None or form.endswith(f".{wanted}"):
         return wanted if form == "auto" else form
     name = f"{form}.{wanted}"
-    FORMATS[name] = replace(own, read=_reads(own.rewritten, wanted), unpaired=FORMATS[wanted].unpaired)
+    known = FORMATS[wanted]
+    FORMATS[name] = replace(
+        own, read=_reads(own.rewritten, wanted), completed=known.completed, rows=known.rows
+    )  # fmt: skip
     return name

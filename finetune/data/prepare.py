@@ -104,7 +104,7 @@ def prepare(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> 
     preparation = Preparation(section, tokenizer, media)
     problems = Problems()
     train_rows, eval_rows = _splits(preparation, problems)
-    train, train_counts = preparation.split("train", train_rows, problems)
+    train, train_counts = preparation.prepared("train", train_rows, problems)
     where = f"`data.train` ({named(section.train)})"
     if not train_counts.rows:
         raise DataError(
@@ -402,7 +402,7 @@ def _held_out(preparation: Preparation) -> tuple[Any, Counts]:
     _, rows = _splits(preparation, problems)
     if rows is None:
         raise DataError("there are no held-out rows, because `data.eval` is `none`")
-    held_out, counts = preparation.split("eval", rows, problems)
+    held_out, counts = preparation.prepared("eval", rows, problems)
     if not counts.rows:
         raise _NothingHeldOut(
             f"no held-out row is left (`data.eval: {named(section.eval)}`, share {section.eval_share}, "

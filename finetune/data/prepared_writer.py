@@ -1,4 +1,4 @@
-"""Prepares one split: rows are read, tokenized, counted and written to disk, or reused from the cache.
+"""Prepares the rows of a data set: they are read, tokenized, counted and written to disk, or reused from the cache.
 
 Rows are processed a few hundred at a time and the result is memory-mapped, so data larger than memory is shuffled,
 batched and resumed like any other. Only the hash of each row (to detect duplicates) and the list of dropped or changed
@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -26,12 +26,9 @@ from finetune.data import (
     control,
     fingerprint,
     formats,
-    labelled,
     lengths,
     mismatched,
     sources,
-    teachers,
-    unpaired,
 )
 from finetune.data.columnar import Struct
 from finetune.data.counts import (
@@ -50,7 +47,6 @@ from finetune.data.examples import (
     Chat,
     Completion,
     Content,
-    Example,
     NoSuchField,
     RowError,
     Tokens,
@@ -93,19 +89,23 @@ def located(row: Row) -> Iterator[None]:
 
 @dataclass
 class Preparation:
-    """The settings that determine the rows of both splits."""
+    """How rows become tokens: the settings that determine the rows of the training and of the evaluation set.
+
+    A row goes from its source through a reader, which makes its content, an encoder, which makes its tokens, and a
+    selection, which drops, cuts or keeps it.
+    """
 
     section: DataSection
     tokenizer: Any
     media: Media = TEXT_ALONE
 
-    def split(self, split: Split, rows: Iterable[Row], problems: Problems) -> tuple[Any, Counts]:
+    def prepared(self, split: Split, rows: Iterable[Row], problems: Problems) -> tuple[Any, Counts]:
         """The tokenized `rows` and their statistics, from the cache if possible. Raises as `prepare` does."""
 
         def fill(folder: Path) -> None:
             counts = Counts()
             with writer(folder / _ROWS, media=bool(self.media)) as write:
-                _SplitWriter(self.section, self.tokenizer, problems, counts, write, self.media).take(rows)
+                self._write(rows, problems, counts, write)
             if ANSWER in counts.segments:
                 os.replace(folder / _ROWS, folder / _ANSWERS)
                 mismatched.add(folder / _ANSWERS, folder / _ROWS, counts, self.section.max_length, f"`data.{split}`")
@@ -119,13 +119,89 @@ class Preparation:
         return mapped(folder / _ROWS), counts
 
     def trains(self, row: Row) -> bool:
-        """Whether a token of this row would be trained, if it has no error, which `split` raises."""
+        """Whether a token of this row would be trained, if it has no error, which `prepared` raises."""
         counts = Counts()
         try:
-            _SplitWriter(self.section, self.tokenizer, Problems(), counts, lambda kept: None, self.media).take([row])
+            self._write([row], Problems(), counts, lambda kept: None)
         except DataError:
             return True
         return counts.rows > 0
+
+    def _write(
+        self, rows: Iterable[Row], problems: Problems, counts: Counts,
+        write: Callable[[list[tuple[Row, Encoded]]], None],
+    ) -> None:  # fmt: skip
+        """Take all rows through the stages, and count what is written.
+
+        Raises BadRows with all problems, in the order of the rows.
+        """
+        reader = _Reader(self.section, self.tokenizer, counts.unused)
+        selection = _Selection(self.section, counts.affected)
+        with problems:
+            for batch in _batches(rows, reader, problems):
+                known, kept = len(problems.found), []
+                measured = self.media.each(self._measured, batch)
+                batch = [row for read in measured for row in reader.rows_of(read)]
+                for read, encoded in zip(batch, self._encoded(batch), strict=True):
+                    try:
+                        own = selection.kept(read, encoded)
+                    except DataError as error:
+                        # Reading ahead may already have added problems of later rows; insert this one before them.
+                        problems.add(error, at=read.problems + len(problems.found) - known)
+                        continue
+                    _count(counts, read.content, own)
+                    kept += [(read.row, each) for each in own]
+                write(kept)
+                problems.stop_at(len(problems.found))
+
+    def _measured(self, read: _Read) -> _Read:
+        """The row with the sizes of what it shows, or the error in that."""
+        if isinstance(read.content, Exception):
+            return read
+        try:
+            with located(read.row):
+                return read._replace(content=self.media.measured(read.content, read.row.folder))
+        except DataError as error:
+            return read._replace(content=error)
+
+    def _encoded(self, batch: list[_Read]) -> list[_Tokens]:
+        """The tokens of each row, or why it has none. A row with an error has that."""
+        section, tokenizer = self.section, self.tokenizer
+        full = {
+            number: read.content
+            for number, read in enumerate(batch)
+            if not isinstance(read.content, Exception) and not chat.is_empty(read.content, section.loss_on)
+        }
+        rows = chat.encode_all(list(full.values()), tokenizer, section.loss_on, section.control_tokens)
+        encoded: dict[int, Encoded | RowError] = dict(zip(full, rows, strict=True))
+        if lengths.TOO_LONG[section.too_long].keeps_head:
+            long = {
+                number: row
+                for number, row in encoded.items()
+                if isinstance(row, Encoded) and len(row.segments) == 1 and row.lengths[0] > section.max_length
+            }
+            asked = [(parts(full[number])[0], row.segments[0]) for number, row in long.items()]
+            heads = chat.heads(asked, tokenizer, section.control_tokens)
+            for (number, row), head in zip(long.items(), heads, strict=True):
+                encoded[number] = replace(row, segments=(replace(row.segments[0], head=head),))
+
+        return [self._checked(read, encoded.get(number)) for number, read in enumerate(batch)]
+
+    def _checked(self, read: _Read, row: Encoded | RowError | None) -> _Tokens:
+        if isinstance(read.content, Exception):
+            return read.content
+        if row is None:
+            return Unusable(EMPTY)
+        if isinstance(row, TooMuchText) and lengths.TOO_LONG[self.section.too_long].blind:
+            return Unusable(TOO_LONG)
+        try:
+            with located(read.row):
+                if isinstance(row, RowError):
+                    raise row
+                self.media.check_tokens(row.input_ids, row.media)
+        except DataError as error:
+            return error
+        return row
 
     def _key(self, split: Split) -> str | None:
         """A hash of everything that determines the split's rows; None if a source, a format or an image is of unknown
@@ -161,213 +237,147 @@ class _Read(NamedTuple):
     content: Content | DataError | Unusable
     problems: int
 
-    @property
-    def size(self) -> int:
-        """Characters of text, ids of tokens and bytes of images."""
-        return 0 if isinstance(self.content, Exception) else sum(map(_size, parts(self.content)))
+
+_Tokens = Encoded | DataError | Unusable
+"""A row in tokens, or why it has none: an error in it, or the reason to drop it."""
 
 
-def _size(example: Example) -> int:
-    if isinstance(example, Tokens):
-        return len(example.input_ids)
-    return sum(map(len, control.texts(example))) + sum(len(image.data) for image in media_in(example))
+class _Reader:
+    """Reads the content of rows, each in the format of its source; adds names of ignored fields to `unused`."""
 
+    def __init__(self, section: DataSection, tokenizer: Any, unused: list[str]) -> None:
+        self._section, self._tokenizer, self._unused = section, tokenizer, unused
+        self._formats: dict[str, str] = {}  # by source: that of its first row
 
-def _in_order_of_a_schema(example: Example) -> bool:
-    """Whether a tool call has arguments from a struct, which does not keep the order in which they were written."""
-    messages = example.messages if isinstance(example, Chat) else []
-    calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or ()]
-    return any(isinstance(arguments, Struct) and len(arguments) > 1 for arguments in calls)
-
-
-def _answers_are_equal(row: Encoded) -> bool:
-    """Whether a row has several segments that are all the same: nothing can be learnt from comparing them."""
-    first, *others = row.segments
-    return bool(others) and all((each.input_ids, each.labels) == (first.input_ids, first.labels) for each in others)
-
-
-@dataclass
-class _SplitWriter:
-    section: DataSection
-    tokenizer: Any
-    problems: Problems
-    counts: Counts
-    write: Callable[[list[tuple[Row, Encoded]]], None]
-    media: Media = TEXT_ALONE
-    forms: dict[str, str] = field(default_factory=dict)
-    seen: set[int] = field(default_factory=set)
-    last: tuple[str, bool] = ("", False)
-    layout: RowLayout | None = None
-
-    def take(self, rows: Iterable[Row]) -> None:
-        """Process all rows. Raises BadRows with all problems, in the order of the rows."""
-        with self.problems:
-            for batch in self._batches(rows):
-                self.write(list(self._kept_of(batch)))
-                self.problems.stop_at(len(self.problems.found))
-
-    def _batches(self, rows: Iterable[Row]) -> Iterator[list[_Read]]:
-        batch: list[_Read] = []
-        size = 0
-        try:
-            for row in rows:
-                batch.append(_Read(row, self._read(row), len(self.problems.found)))
-                size += batch[-1].size
-                if len(batch) >= _BATCH_ROWS or size >= _BATCH_SIZE:
-                    yield batch
-                    batch, size = [], 0
-        except DataError:  # ends reading, but the rows before it may have problems too
-            yield batch
-            raise
-        yield batch
-
-    def _several(self, read: _Read) -> Iterator[_Read]:
-        """Yield the rows to train that one row of the source becomes."""
-        row = read.row
-        if isinstance(read.content, Exception) or not formats.FORMATS[self.forms[row.source]].unpaired:
-            yield read
-            return
-        for name, each in unpaired.rows_of(read.content).items():
-            yield read._replace(row=row._replace(location=f"{row.location}, {name}") if name else row, content=each)
-
-    def _measured(self, read: _Read) -> _Read:
-        """The row with the sizes of its images, or the error in one of them."""
-        if isinstance(read.content, Exception):
-            return read
-        try:
-            with located(read.row):
-                return read._replace(content=self.media.measured(read.content, read.row.folder))
-        except DataError as error:
-            return read._replace(content=error)
-
-    def _read(self, row: Row) -> Content | DataError | Unusable:
-        columns = self.section.columns
+    def read(self, row: Row) -> Content | DataError | Unusable:
+        """A row's content, or the error in it."""
+        section, columns = self._section, self._section.columns
         try:
             with located(row):
-                if row.source not in self.forms:
-                    form = self.section.format
-                    self.forms[row.source] = formats.detect(row.fields, columns) if form == "auto" else form
-                content, unused = formats.read(row.fields, self.forms[row.source], columns, self.section.separator)
-                content = labelled.numbered(content, self.section.labels)
-                content = teachers.kept(content, self.section.teacher_tokens)
+                if row.source not in self._formats:
+                    auto = section.format == "auto"
+                    self._formats[row.source] = formats.detect(row.fields, columns) if auto else section.format
+                name = self._formats[row.source]
+                content, unused = formats.read(row.fields, name, columns, section.separator)
+                content = formats.FORMATS[name].completed(content, section)
         except (DataError, Unusable) as error:
             return error
         for example in parts(content):
             if isinstance(example, Chat):
-                unused += [f"messages.{name}" for name in chat.unused(example, self.tokenizer)]
-        if self.forms[row.source] == "pairs" and "margin" in unused:
+                unused += [f"messages.{field}" for field in chat.unused(example, self._tokenizer)]
+        if name == "pairs" and "margin" in unused:
             unused[unused.index("margin")] = f"margin ({formats.MARGINS})"
         rejected = columns.get("rejected", "rejected")
-        if self.forms[row.source] == "preference" or rejected in unused:
-            unused = [*(name for name in unused if name != rejected), f"{rejected} ({formats.PREFERENCES})"]
-        self.counts.unused += [name for name in dict.fromkeys(unused) if name not in self.counts.unused]
+        if name == "preference" or rejected in unused:
+            unused = [*(field for field in unused if field != rejected), f"{rejected} ({formats.PREFERENCES})"]
+        self._unused += [field for field in dict.fromkeys(unused) if field not in self._unused]
         return content
 
-    def _kept_of(self, batch: list[_Read]) -> Iterator[tuple[Row, Encoded]]:
-        loss_on, known = self.section.loss_on, len(self.problems.found)
-        measured = self.media.each(self._measured, batch)
-        batch = [each for read in measured for each in self._several(read)]
-        full = {
-            number: read.content
-            for number, read in enumerate(batch)
-            if not isinstance(read.content, Exception) and not chat.is_empty(read.content, loss_on)
-        }
-        rows = chat.encode_all(list(full.values()), self.tokenizer, loss_on, self.section.control_tokens)
-        encoded = dict(zip(full, rows, strict=True))
-        if lengths.TOO_LONG[self.section.too_long].keeps_head:
-            encoded |= self._with_heads(full, encoded)
-        for number, read in enumerate(batch):
-            try:
-                for kept in self._kept(read, encoded.get(number)):
-                    content = full[number]
-                    self.counts.add(kept, kind(content), system(content))
-                    self.counts.schema_ordered += any(map(_in_order_of_a_schema, parts(content)))
-                    self.counts.run_together += any(
-                        isinstance(example, Completion) and example.runs_together for example in parts(content)
-                    )
-                    yield read.row, kept
-            except DataError as error:
-                # Reading ahead may already have added problems of later rows; insert this one before them.
-                self.problems.add(error, at=read.problems + len(self.problems.found) - known)
+    def rows_of(self, read: _Read) -> Iterator[_Read]:
+        """Yield the rows to train that one row of the source becomes."""
+        if isinstance(read.content, Exception):
+            yield read
+            return
+        row = read.row
+        for name, each in formats.FORMATS[self._formats[row.source]].rows(read.content).items():
+            yield read._replace(row=row._replace(location=f"{row.location}, {name}") if name else row, content=each)
 
-    def _with_heads(
-        self, full: dict[int, Content], encoded: dict[int, Encoded | RowError]
-    ) -> dict[int, Encoded | RowError]:
-        """The rows of one segment that are too long, with the length of its head set."""
-        long = {
-            number: row
-            for number, row in encoded.items()
-            if isinstance(row, Encoded) and len(row.segments) == 1 and row.lengths[0] > self.section.max_length
-        }
-        rows = [(parts(full[number])[0], row.segments[0]) for number, row in long.items()]
-        heads = chat.heads(rows, self.tokenizer, self.section.control_tokens)
-        return {
-            number: replace(row, segments=(replace(row.segments[0], head=head),))
-            for (number, row), head in zip(long.items(), heads, strict=True)
-        }
 
-    def _kept(self, read: _Read, encoded: Encoded | RowError | None) -> list[Encoded]:
-        """The rows to train for one row of the source: itself, pieces of it, or none. Changes are counted."""
-        location, section = read.row.location, self.section
-        row = self._encoded(read, encoded)
-        if isinstance(row, str):
-            self.counts.affected.append(Affected(location, "dropped", row))
+def _batches(rows: Iterable[Row], reader: _Reader, problems: Problems) -> Iterator[list[_Read]]:
+    """Read rows, at once up to _BATCH_ROWS, or about _BATCH_SIZE characters of text, tokens and bytes of media."""
+    batch: list[_Read] = []
+    size = 0
+    try:
+        for row in rows:
+            content = reader.read(row)
+            batch.append(_Read(row, content, len(problems.found)))
+            for example in () if isinstance(content, Exception) else parts(content):
+                if isinstance(example, Tokens):
+                    size += len(example.input_ids)
+                else:
+                    size += sum(map(len, control.texts(example))) + sum(len(one.data) for one in media_in(example))
+            if len(batch) >= _BATCH_ROWS or size >= _BATCH_SIZE:
+                yield batch
+                batch, size = [], 0
+    except DataError:  # ends reading, but the rows before it may have problems too
+        yield batch
+        raise
+    yield batch
+
+
+class _Selection:
+    """Drops, cuts or keeps rows in tokens; adds those that it drops or changes to `affected`."""
+
+    def __init__(self, section: DataSection, affected: list[Affected]) -> None:
+        self._section, self._affected = section, affected
+        self._layout: RowLayout | None = None  # that of the first row
+        self._hashes: set[int] = set()
+        self._last = "", False  # where the last row came from, and whether it is a duplicate
+
+    def kept(self, read: _Read, row: _Tokens) -> list[Encoded]:
+        """The rows to train for one row of the source: itself, pieces of it, or none.
+
+        Raises DataError for a bad row.
+        """
+        location, section = read.row.location, self._section
+        if isinstance(row, DataError):
+            raise row
+        if isinstance(row, Unusable):
+            self._affected.append(Affected(location, "dropped", str(row)))
             return []
-        if row.layout != (self.layout or row.layout):
-            raise DataError(f"{location}: {self.layout} and {row.layout} cannot be trained together")
-        self.layout = row.layout
+        if row.layout != (self._layout or row.layout):
+            raise DataError(f"{location}: {self._layout} and {row.layout} cannot be trained together")
+        self._layout = row.layout
         length = sum(row.lengths)
         for what, why in self._remarks(location, row):
-            self.counts.affected.append(Affected(location, what, why, length))
+            self._affected.append(Affected(location, what, why, length))
             if what == "dropped":
                 return []
+
         if max(row.lengths) <= section.max_length:
             return [row]
         if row.media and lengths.TOO_LONG[section.too_long].cuts:  # no image may lose some of its tokens
-            self.counts.affected.append(Affected(location, "dropped", TOO_LONG, length))
+            self._affected.append(Affected(location, "dropped", TOO_LONG, length))
             return []
         with located(read.row):
             what, pieces = lengths.shortened(row, section.max_length, section.too_long)
         trained = [piece for piece in pieces if piece.trained]
-        self.counts.affected.append(Affected(location, what if trained else "dropped", TOO_LONG, length))
+        self._affected.append(Affected(location, what if trained else "dropped", TOO_LONG, length))
         return trained
-
-    def _encoded(self, read: _Read, encoded: Encoded | RowError | None) -> Encoded | str:
-        """The tokens of a row, or why it is dropped without any. Raises DataError for a bad row."""
-        if isinstance(read.content, DataError):
-            raise read.content
-        if isinstance(read.content, Unusable):
-            return str(read.content)
-        if encoded is None:
-            return EMPTY
-        if isinstance(encoded, TooMuchText) and lengths.TOO_LONG[self.section.too_long].blind:
-            return TOO_LONG
-        if isinstance(encoded, RowError):
-            raise DataError(f"{read.row.location}: {encoded}")
-        with located(read.row):
-            self.media.check_tokens(encoded.input_ids, encoded.media)
-        return encoded
 
     def _remarks(self, location: str, row: Encoded) -> Iterator[tuple[str, str]]:
         """Yield ("kept" or "dropped", reason) for each remark on a row except its length; a drop is the last."""
         if not all(segment.trained for segment in row.segments):
             yield "dropped", UNTRAINED
-        if _answers_are_equal(row):
-            yield "dropped", EQUAL
+        first, *others = row.segments
+        if others and all((each.input_ids, each.labels) == (first.input_ids, first.labels) for each in others):
+            yield "dropped", EQUAL  # nothing can be learnt from comparing them
         if row.escaped:
             yield "kept", CONTROL_TOKENS
         if row.lost_thoughts:
             yield "kept", LOST_THOUGHTS
-        if self._again(location, row):
-            yield "dropped" if self.section.duplicates == "drop" else "kept", DUPLICATE
-
-    def _again(self, location: str, encoded: Encoded) -> bool:
-        """Whether an earlier row has the same tokens and labels, by 64-bit hash; repetitions by weight do not count."""
-        if location != self.last[0]:
+        # A duplicate has the tokens and labels of an earlier row, by 64-bit hash; repetitions by weight do not count.
+        if location != self._last[0]:
             content = hash((
-                tuple(encoded.input_ids), tuple(encoded.labels), encoded.lengths, tuple(encoded.values.values()),
-                tuple(image.digest for image in encoded.media),
+                tuple(row.input_ids), tuple(row.labels), row.lengths, tuple(row.values.values()),
+                tuple(image.digest for image in row.media),
             ))  # fmt: skip
-            self.last = location, content in self.seen
-            self.seen.add(content)
-        return self.last[1]
+            self._last = location, content in self._hashes
+            self._hashes.add(content)
+        if self._last[1]:
+            yield "dropped" if self._section.duplicates == "drop" else "kept", DUPLICATE
+
+
+def _count(counts: Counts, content: Content | DataError | Unusable, rows: list[Encoded]) -> None:
+    """Count the rows to train that came of `content`."""
+    if isinstance(content, Exception) or not rows:
+        return
+    messages = [each for example in parts(content) if isinstance(example, Chat) for each in example.messages]
+    calls = [call["function"]["arguments"] for each in messages for call in each.get("tool_calls") or ()]
+    # The arguments of a struct do not keep the order in which they were written.
+    of_a_schema = any(isinstance(arguments, Struct) and len(arguments) > 1 for arguments in calls)
+    run_together = any(isinstance(example, Completion) and example.runs_together for example in parts(content))
+    for row in rows:
+        counts.add(row, kind(content), system(content))
+        counts.schema_ordered += of_a_schema
+        counts.run_together += run_together
