@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import difflib
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
+
 from finetune.errors import ConfigError, DataError, MachineError, first_line
 from finetune.evaluation.intervals import Measured
 from finetune.evaluation.metrics import needed
 from finetune.measure.out_of_memory import as_out_of_memory_error
-from finetune.runtime import patches
 from finetune.runtime.libraries import without_cudnn_attention
 
 # For metrics without a closed form, such as perplexity.
 _RESAMPLES = 1000
+# Of numpy, torch and few-shot examples (lm_eval 0.4.13, evaluator.py `DEFAULT_OTHER_SEED`).
+_SEED = 1234
 
 
 @dataclass(frozen=True)
@@ -75,14 +80,11 @@ class Tasks:
         with (
             without_cudnn_attention(),
             as_out_of_memory_error("running the tasks", f"Use a smaller `--batch-size` than {size}"),
-            patches.TIE_WEIGHTS.by(lambda: None, model),
-            patches.TASK_ENVIRONMENT.by(lambda results: None),
-            patches.TASK_COMMIT.by(lambda: None),
         ):
-            lm = self._models.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size)
+            lm = self._language_model(model.eval(), tokenizer, size)
             try:
-                results = self._evaluator.simple_evaluate(
-                    model=lm, tasks=self._names, task_manager=self._manager, bootstrap_iters=_RESAMPLES,
+                results = self._evaluator.evaluate(
+                    lm, self._seeded(), bootstrap_iters=_RESAMPLES, fewshot_as_multiturn=True,
                     **{name: value for name, value in self._settings.items() if name != "batch_size"},
                 )  # fmt: skip
             except (MemoryError, RuntimeError):
@@ -91,6 +93,36 @@ class Tasks:
                 raise ConfigError(f"a task failed: {type(error).__name__}: {first_line(error)}") from error
         assert results is not None, "rank 0 gets results"
         return _scored(results)
+
+    def _language_model(self, model: Any, tokenizer: Any, batch_size: int | None) -> Any:
+        """The model as lm_eval wants it, whose constructor would tie weights, also those that an adapter untied."""
+
+        class AsItIs(self._models.HFLM):  # type: ignore[name-defined]
+            made = False
+
+            @property
+            def model(self) -> Any:
+                return super().model if self.made else None
+
+        lm = AsItIs(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        lm.made = True
+        return lm
+
+    def _seeded(self) -> Any:
+        """The tasks, and random numbers, as lm_eval's own command begins with them.
+
+        `simple_evaluate` would do so too, and then run pip, compilers and git for seconds to record what is in
+        `environment.json`.
+        """
+        random.seed(0)
+        numpy.random.seed(_SEED)
+        torch.manual_seed(_SEED)
+        loaded = self._manager.load(self._names)
+        for task in loaded["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=_SEED)
+        return loaded
 
 
 def _stands_alone(name: str) -> bool:

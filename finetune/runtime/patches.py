@@ -340,14 +340,6 @@ ROUTER_LOGITS = Patch(
     "models take the option as an argument, and `generate` too.",
     objects="the config of a mixture of experts",
 )
-TIE_WEIGHTS = Patch(
-    "transformers:PreTrainedModel.tie_weights",
-    "transformers 5.23, lm_eval 0.4.13",
-    "(self, missing_keys=..., recompute_mapping=...)",
-    "lm_eval ties the weights of its model, also those that an adapter untied.",
-    "lm_eval leaves a complete model alone.",
-    objects="the model that lm_eval evaluates",
-)
 EXPERTS_FORWARD = Patch(
     "transformers.models.mixtral.modeling_mixtral:MixtralExperts.forward",
     "transformers 5.23",
@@ -508,20 +500,6 @@ HUB_OFFLINE = Patch(
     "bool",
     "Files in the cache are read without asking the hub whether they are current.",
     "the hub's client has a context for it.",
-)
-TASK_ENVIRONMENT = Patch(
-    "lm_eval.evaluator:add_env_info",
-    "lm_eval 0.4.13",
-    "(storage)",
-    "It runs pip and compilers for seconds; `environment.json` has what it records.",
-    _SWITCH,
-)
-TASK_COMMIT = Patch(
-    "lm_eval.evaluator:get_git_commit_hash",
-    "lm_eval 0.4.13",
-    "()",
-    "It runs git in the working directory; `environment.json` has what it records.",
-    _SWITCH,
 )
 
 # -- finetune itself, where a trace or a kernel takes another path than a step -----------------------------------------

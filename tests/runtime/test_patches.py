@@ -111,8 +111,8 @@ def test_a_class_becomes_the_class_of_an_object() -> None:
 
 
 def test_an_entry_for_objects_takes_its_object_and_no_other_does() -> None:
-    with pytest.raises(AssertionError, match="tie_weights"):
-        patches.TIE_WEIGHTS.put(lambda: None)
+    with pytest.raises(AssertionError, match="forward"):
+        patches.MODULE_FORWARD.put(lambda: None)
     with pytest.raises(AssertionError, match="sync_gpu"):
         patches.SYNC_GPU.put(lambda tensor: None, libraries)
 
