@@ -216,14 +216,6 @@ LAYER_CLASS = Patch(
     "torch has hooks on reading a parameter.",
     objects="linear layers during a probe",
 )
-BROADCAST_BUFFERS = Patch(
-    "torch.nn.parallel:DistributedDataParallel.broadcast_buffers",
-    "torch 2.13",
-    "property",
-    "Buffers need not be sent; the argument is deprecated in 2.13, its successor unknown to 2.11.",
-    "torch 2.11 is no longer allowed.",
-    objects="the replica of a model",
-)
 AUTOCAST_KERNELS = Patch(
     "torch:ops.aten.pow.Tensor_Scalar",
     "torch 2.13",
@@ -331,14 +323,6 @@ ROTARY = Patch(
     "A fused rotary embedding: the forward pass runs with another global of this name.",
     "transformers calls it through a table of its own for each model.",
     objects="a copy of attention's forward pass",
-)
-ROUTER_LOGITS = Patch(
-    "transformers:MixtralConfig.output_router_logits",
-    "transformers 5.23",
-    "bool",
-    "An answer needs no balancing loss, whose mask would have to cover the KV cache; nor does an evaluation.",
-    "models take the option as an argument, and `generate` too.",
-    objects="the config of a mixture of experts",
 )
 EXPERTS_FORWARD = Patch(
     "transformers.models.mixtral.modeling_mixtral:MixtralExperts.forward",

@@ -7,6 +7,7 @@ each. A rank whose pass failed must take part in the buckets that are left, or t
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.model.distributed.engine import OneProcess
-from finetune.runtime import patches, ranks
+from finetune.runtime import ranks
+
+# Deprecated in torch 2.13, whose new name torch 2.11 does not know.
+_SYNCHRONIZES_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
 
 
 class Replicas(OneProcess):
@@ -28,8 +36,7 @@ class Replicas(OneProcess):
     ) -> None:
         super().__init__(model, optimizer, scaler, ranks.world_size())
         self.repeatable = repeatable
-        self._ddp: DistributedDataParallel | None = DistributedDataParallel(model)
-        patches.BROADCAST_BUFFERS.put(False, self._ddp)
+        self._ddp: DistributedDataParallel | None = DistributedDataParallel(model, **{_SYNCHRONIZES_BUFFERS: False})
         self._averaged: set[torch.Tensor] = set()
         self._hooks = [weight.register_post_accumulate_grad_hook(self._count) for weight in self._trained()]
 

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from finetune.forms.packed import packing_of
-from finetune.runtime import patches
 
 _ROUTER_CLASS = re.compile("Router|TopKGating")
 # Config attributes for the number of experts, and for how many of them a token visits (transformers 5.23).
@@ -134,11 +133,21 @@ def balancing_loss(router_logits: Any, text: Any, inputs: Mapping[str, Any]) -> 
     return loss
 
 
-def without_balancing(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context in which a mixture returns no router logits, so that no load-balancing loss is computed."""
+@contextlib.contextmanager
+def without_balancing(model: Any) -> Iterator[None]:
+    """In the block, a mixture returns no router logits, so that no load-balancing loss is computed.
+
+    Set in its config, because not all models take the option as an argument, nor does `generate`.
+    """
     text = model.config.get_text_config()
-    known = hasattr(text, "output_router_logits")
-    return patches.ROUTER_LOGITS.by(False, text) if known else contextlib.nullcontext()
+    asked = getattr(text, "output_router_logits", False)
+    if asked:
+        text.output_router_logits = False
+    try:
+        yield
+    finally:
+        if asked:
+            text.output_router_logits = asked
 
 
 def is_mixture(model: nn.Module) -> bool:
