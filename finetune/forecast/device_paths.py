@@ -25,7 +25,6 @@ from finetune.runtime.randomness import RandomState
 @contextlib.contextmanager
 def like(device: Device, recorder: TraceRecorder, mode: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
     """A fake mode (`mode` if given) in which libraries take the code paths of a real step on `device`."""
-    copies = _TracedCopies(recorder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patches.IS_TRACING.by(lambda tensor=None: False))
         stack.enter_context(_known_values(recorder))
@@ -33,8 +32,6 @@ def like(device: Device, recorder: TraceRecorder, mode: FakeTensorMode | None = 
         stack.enter_context(device.operators.as_there())
         if device.type == "cpu":
             stack.enter_context(_random_states())
-        if device.type == "cuda":
-            stack.enter_context(patches.OFFLOAD_COPIES.by(lambda device: copies))
         yield mode or FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -86,7 +83,9 @@ def _random_states() -> Iterator[None]:
         yield
 
 
-class _TracedCopies(offload.Copies):
+class TracedCopies(offload.Copies):
+    """Copies of layer inputs to host memory that a recorder sees."""
+
     def __init__(self, recorder: TraceRecorder) -> None:
         self._recorder = recorder
 

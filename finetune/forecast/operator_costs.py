@@ -597,7 +597,7 @@ def _on_cuda() -> Iterator[None]:
     and Nemotron call it), which in a trace is the CPU's autocast. And optimizers and gradient clipping that go from
     weight to weight on a CPU take all of them at once: copies are then as large as all gradients, such as SGD's with
     weight decay (torch 2.13, optim/optimizer.py `_default_to_fused_or_foreach`, nn/utils/clip_grad.py; both look at a
-    tensor's class, and the first at its device). Our own clipping needs no norms of rows there.
+    tensor's class, and the first at its device).
     """
     plain = torch.is_autocast_enabled
     with (
@@ -606,7 +606,6 @@ def _on_cuda() -> Iterator[None]:
         patches.FOREACH_DEVICES.by(lambda: ["cpu"]),
         patches.FOREACH_TYPES.by([torch.Tensor, torch.nn.Parameter, FakeTensor]),
         patches.FOREACH_CLIPPING.by(lambda tensors, device: True),
-        patches.ADDS_IN_SEQUENCE.by(lambda device: False),
     ):
         yield
 

@@ -55,6 +55,7 @@ class TracedEngine(OneProcess):
 
     def __init__(self, traced: Traced) -> None:
         OneProcess.__init__(self, traced.model, traced.optimizer)
+        self.device_type = "cuda" if traced.on_gpu else "cpu"
         if self.updates_weights:
             layers = {one: traced.layer_of(self.trained_by(one)) for one in optimizer_states.parameters(self.optimizer)}
             self.optimizer.state = _LayerTrackingState(traced.recorder, layers)

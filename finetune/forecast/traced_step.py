@@ -275,8 +275,9 @@ class _TracedStep:
         if memory.checkpointing in ("none", 0) and base.supports_gradient_checkpointing:
             memory = memory.model_copy(update={"checkpointing": "all"})
         return build.trainable(
-            base, config.model, section, memory, seed=config.training.seed, device_type=self._device.type
-        )
+            base, config.model, section, memory, seed=config.training.seed, device_type=self._device.type,
+            copies_to_host=device_paths.TracedCopies(self.recorder),
+        )  # fmt: skip
 
     def prepare(self, setting: StepSetting, group: dist.ProcessGroup | None) -> None:
         """Everything before the first step: load, make the step, and the optimizer's states."""

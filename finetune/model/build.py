@@ -22,6 +22,7 @@ from finetune.model.attention import backends as attentions
 from finetune.model.base import base_dtype, load_architecture, load_base
 from finetune.model.distributed.placement import Placement
 from finetune.model.recompute import checkpointing
+from finetune.model.recompute.offload import Copies
 from finetune.model.skeleton import mixture, weightless_base
 from finetune.model.source import identity, prequantized
 from finetune.model.source.locate import locate, remote_code
@@ -137,17 +138,17 @@ def load(config: Config, architecture: Any, device: torch.device) -> Any:
 
 def trainable(
     base: Any, model: ModelSection, adapter: AdapterSection, memory: MemorySection, *, seed: int, device_type: str,
-    placement: Placement | None = None,
+    placement: Placement | None = None, copies_to_host: Copies | None = None,
 ) -> Any:  # fmt: skip
     """`base` with an adapter (new, or with weights to start from) and activation checkpointing, divided among ranks by
-    `placement`.
+    `placement`. `copies_to_host` are those of a trace, which fake tensors on a CPU do not show.
 
     Without an adapter all weights are trainable. The same seed gives the same adapter. Raises ConfigError for targets
     or checkpointing that the base does not support.
     """
     built = attach(base, adapter, model.name, seed, model.revision)
     starting.fill(built, adapter)
-    checkpointing.apply(base, memory, device_type)
+    checkpointing.apply(base, memory, device_type, copies_to_host)
     if placement:
         placement.apply(built)
     return built

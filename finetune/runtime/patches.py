@@ -486,23 +486,6 @@ HUB_OFFLINE = Patch(
     "the hub's client has a context for it.",
 )
 
-# -- finetune itself, where a trace or a kernel takes another path than a step -----------------------------------------
-
-OFFLOAD_COPIES = Patch(
-    "finetune.model.recompute.offload:copies_of",
-    "finetune",
-    "(device)",
-    "A trace marks the host's copies, which fake CPU tensors do not.",
-    "the copies are passed to `offload`.",
-)
-ADDS_IN_SEQUENCE = Patch(
-    "finetune.model.distributed.gradient_norm:adds_in_sequence",
-    "finetune",
-    "(device)",
-    "A trace of CUDA on CPU tensors needs no norms of rows for clipping.",
-    "the clipping of a step is an argument of its engine.",
-)
-
 
 def entries() -> dict[str, Patch]:
     """All entries by name."""

@@ -24,7 +24,6 @@ from finetune.forecast.devices import Device
 from finetune.forecast.trace import Trace
 from finetune.forecast.traced_step import Models
 from finetune.model.attention import packing
-from finetune.model.recompute import offload
 from finetune.model.source import catalog
 from finetune.training import optimizers
 
@@ -73,7 +72,6 @@ def functions() -> list[Any]:
 
     replaced: list[tuple[Any, str]] = [
         (masking_utils, "is_tracing"),
-        (offload, "copies_of"),
         (dora, "dequantize_module_weight"),
         (dora.DoraLinearLayer, "update_layer"),
         (torch, "is_autocast_enabled"),

@@ -138,6 +138,8 @@ def test_large_gradients_are_clipped_to_the_norm_also_where_torch_loses_its_digi
     norm = gradient_norm.clip(weights, 1.0)
     assert norm.dtype is torch.float32
     assert abs(norm / exact - 1) < 1e-7
+    as_on_gpu = gradient_norm.total(gradients, "cuda")
+    assert torch.equal(as_on_gpu, torch.nn.utils.get_total_norm(gradients)), "in a trace"
     for weight, gradient in zip(weights, gradients, strict=True):
         torch.testing.assert_close(weight.grad, (gradient / exact).float(), rtol=1e-6, atol=0)
 

@@ -121,6 +121,8 @@ class OneProcess(WholeWeights):
 
     repeatable = True
     holds_parts = False
+    device_type: str | None = None
+    """The device that a trace stands for; None: that of the weights."""
 
     def __init__(
         self, model: Any, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None,
@@ -154,7 +156,7 @@ class OneProcess(WholeWeights):
         return self._clip(max_norm or math.inf)
 
     def _clip(self, max_norm: float) -> Tensor:
-        return gradient_norm.clip(self._trained(), max_norm)
+        return gradient_norm.clip(self._trained(), max_norm, self.device_type)
 
     def update(self) -> None:
         with patches.SYNC_GPU.by(lambda tensor: None):

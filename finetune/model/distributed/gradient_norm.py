@@ -8,27 +8,25 @@ import torch
 from torch import Tensor, nn
 
 
-def clip(weights: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients of `weights` to a norm of at most `max_norm`; return the norm before, () in float32."""
-    norm = total([weight.grad for weight in weights if weight.grad is not None]).float()
+def clip(weights: Sequence[nn.Parameter], max_norm: float, device_type: str | None = None) -> Tensor:
+    """Scale the gradients of `weights` to a norm of at most `max_norm`; return the norm before, () in float32.
+
+    `device_type` is the one that a trace stands for, whose gradients are on a CPU.
+    """
+    norm = total([weight.grad for weight in weights if weight.grad is not None], device_type).float()
     torch.nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
     return norm
 
 
-def total(gradients: Sequence[Tensor]) -> Tensor:
+def total(gradients: Sequence[Tensor], device_type: str | None = None) -> Tensor:
     """The norm of all gradients together; on a CPU in float64.
 
     torch 2.13 adds up a tensor's squares on a CPU in float32, and is off by 1.4e-3 for 24 million of them. So each row
     has its own sum, and the rows are added in float64. Ranks that hold shards of rows get the same as one process.
     """
-    if not (gradients and adds_in_sequence(gradients[0].device)):
+    if not gradients or (device_type or gradients[0].device.type) != "cpu":  # a GPU adds in a tree
         return torch.nn.utils.get_total_norm(gradients)
     return torch.linalg.vector_norm(torch.stack([_norm_by_rows(gradient) for gradient in gradients]))
-
-
-def adds_in_sequence(device: torch.device) -> bool:
-    """Whether this device adds up all squares of a tensor one after the other, rather than in a tree."""
-    return device.type == "cpu"
 
 
 def _norm_by_rows(gradient: Tensor) -> Tensor:

@@ -320,7 +320,7 @@ class Sharded(OneProcess):
             return super()._clip(max_norm)
         # Given DTensors, torch's functions would exchange one number for each weight.
         parts = [held(gradient) for gradient in gradients]
-        square = gradient_norm.total(parts).square().to(sharded.device_mesh.device_type)
+        square = gradient_norm.total(parts, self.device_type).square().to(sharded.device_mesh.device_type)
         dist.all_reduce(square, group=sharded.device_mesh.get_group())
         norm = square.sqrt().float()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(parts[0].device)

@@ -33,8 +33,11 @@ _levels: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """The level of each layer, as `choose` set it last."""
 
 
-def apply(model: Any, section: MemorySection, device_type: str) -> None:
-    """Switch checkpointing on for the layers the section names; `model` is the base. On a CPU nothing is offloaded."""
+def apply(model: Any, section: MemorySection, device_type: str, copies_to_host: offload.Copies | None = None) -> None:
+    """Switch checkpointing on for the layers the section names; `model` is the base. On a CPU nothing is offloaded.
+
+    `copies_to_host` are those of a trace (`offload.Offload`).
+    """
     for module in model.modules():
         if hasattr(module, "recurrent_states"):
             module.register_forward_hook(_forget_state)
@@ -49,7 +52,8 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
     # Only reentrant checkpointing needs an input with a gradient. Here it would keep the embeddings of all tokens, then
     # a leaf of the graph, to the end of the backward pass, and compute their gradient.
     model.disable_input_require_grads()
-    copies = offload.Offload() if section.offload == "checkpoints" and device_type != "cpu" else None
+    offloads = section.offload == "checkpoints" and device_type != "cpu"
+    copies = offload.Offload(copies_to_host) if offloads else None
     for module in model.modules():  # nested layers, and those of vision and audio towers
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False

@@ -71,10 +71,14 @@ class _Saved:
 
 
 class Offload(torch.autograd.graph.saved_tensors_hooks):
-    """Keeps on the host what is saved within it: open around the forward pass of each checkpointed layer."""
+    """Keeps on the host what is saved within it: open around the forward pass of each checkpointed layer.
 
-    def __init__(self) -> None:
+    `copies` are used instead of the device's own, by a trace.
+    """
+
+    def __init__(self, copies: Copies | None = None) -> None:
         super().__init__(self._pack, self._unpack)
+        self._copies_of = copies_of if copies is None else lambda device: copies
         self._leaving: list[tuple[Tensor, Any]] = []
         self._coming: tuple[_Saved, Tensor, Any] | None = None
         self._newest: weakref.ref[_Saved] | None = None
@@ -82,14 +86,14 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
     def __exit__(self, *args: object) -> None:
         super().__exit__(*args)
         for tensor, copy in self._leaving:
-            copies_of(tensor.device).wait(copy)
+            self._copies_of(tensor.device).wait(copy)
         self._leaving.clear()
 
     def _pack(self, tensor: Tensor) -> _Saved | Tensor:
         if not tensor.numel():  # torch 2.11 saves an empty one before a checkpoint's inputs
             return tensor
         self._drop()
-        host, copy = copies_of(tensor.device).to_host(tensor)
+        host, copy = self._copies_of(tensor.device).to_host(tensor)
         if self._leaving:  # only the first tensor of a layer, its hidden states, is fetched ahead
             saved = _Saved(host, tensor.device, None)
         else:
@@ -101,7 +105,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
     def _unpack(self, saved: _Saved | Tensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        copies = copies_of(saved.device)
+        copies = self._copies_of(saved.device)
         if self._coming and self._coming[0] is saved:
             (_, tensor, copy), self._coming = self._coming, None
         else:
@@ -116,5 +120,5 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         """Free an input that was fetched ahead and never used, because a backward pass ended early."""
         if self._coming:
             saved, _, copy = self._coming
-            copies_of(saved.device).wait(copy)
+            self._copies_of(saved.device).wait(copy)
             self._coming = None
