@@ -377,9 +377,9 @@ def _step(config: Config, forecast: Forecast) -> dict[str, Any]:
     return {
         "seconds": round(forecast.seconds, 4),
         "tokens_per_second": round(forecast.tokens_per_second),
-        "flops": forecast.flops,
-        "moved_bytes": forecast.moved_bytes,
-        "calls": forecast.calls,
+        "flops": forecast.work.flops,
+        "moved_bytes": forecast.work.moved_bytes,
+        "calls": forecast.work.calls,
         "needed_bytes": forecast.needed_bytes,
         "micro_batch": config.training.micro_batch,
         "checkpointing": config.memory.checkpointing,

@@ -9,7 +9,7 @@ from finetune.data.batching import LargestBatch
 from finetune.forecast.devices import Device, Rates
 from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.forecast.replay import Point
-from finetune.forecast.trace import CATEGORIES
+from finetune.forecast.trace import CATEGORIES, Work
 
 MIB, GIB = 2**20, 2**30
 
@@ -56,9 +56,7 @@ def forecast(*, budget: int = 12 * GIB, type: str = "cuda", name: str = "RTX 309
             for phase, peak in peaks.items()
         },
         categories={**{category: MIB * at_peak.get(category, 0) for category in WORDS}, "allocator_slack": slack},
-        flops=5_000_000_000_000,
-        moved_bytes=200_000_000_000,
-        calls=10_000,
+        work=Work(flops=5_000_000_000_000, moved_bytes=200_000_000_000, calls=10_000),
         seconds=8.0,
         tokens=2 * 4 * 2048,
         curve=tuple(points),

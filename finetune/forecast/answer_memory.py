@@ -21,6 +21,7 @@ from finetune.forecast import depth, device_paths, devices
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, extrapolate, shorten, shorten_apart, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
+from finetune.forecast.job_forecast import DeviceMemory
 from finetune.forecast.replay import Replay, replayed
 from finetune.forecast.trace import CATEGORIES, Trace
 from finetune.forecast.trace_recorder import Answers, TraceRecorder
@@ -35,39 +36,20 @@ KV_CACHE = "kv_cache"
 PHASES = ("load", "prompt", "decoding")
 
 
-@dataclass(frozen=True)
-class Serving:
+@dataclass(frozen=True, kw_only=True)
+class Serving(DeviceMemory):
     """Memory to answer `rows` prompts at a time, with up to `context` tokens of prompt and answer each. In bytes.
 
-    `phases` gives allocated and reserved bytes (on a CPU the same) without the device's context; `categories` add up,
-    at the peak, to what is compared with the budget. `cache_bytes` are those of the complete KV cache, `host_bytes`
-    those in host memory beside a card. `caches` gives the former for every kind that the model can have, if asked for.
+    `cache_bytes` are those of the complete KV cache, of the kind `cache`. `caches` gives them for every kind that the
+    model can have, if asked for.
     """
 
-    device: Device
-    attention: str
     rows: int
     context: int
     cache: str
     cache_bytes: int
-    host_bytes: int
-    phases: dict[str, dict[str, int]]
-    categories: dict[str, int]
     caches: dict[str, int] = field(default_factory=dict)
     gpus: ClassVar[int] = 1
-
-    @property
-    def needed_bytes(self) -> int:
-        """Reserved memory and what lies outside the allocator."""
-        return max(phase["reserved_bytes"] for phase in self.phases.values()) + self.device.outside_bytes
-
-    @property
-    def budget_bytes(self) -> int:
-        return self.device.budget_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.needed_bytes <= self.budget_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """The forecast as JSON values."""
@@ -121,9 +103,10 @@ def of(config: Config, architecture: Any, device: Device, *, rows: int, context:
 
     replay = replayed(trace, device, answer, (*CATEGORIES, KV_CACHE))
     return Serving(
-        device=device, attention=attention, rows=rows, context=context, cache=cache,
-        cache_bytes=sum(sign * block.bytes for _, block, sign in trace.timeline() if block.category == KV_CACHE),
+        device=device, attention=attention, peak_reserved_bytes=replay.peak_reserved_bytes,
         host_bytes=replay.managed_peak_bytes, phases=replay.phases, categories=replay.at_peak(),
+        rows=rows, context=context, cache=cache,
+        cache_bytes=sum(sign * block.bytes for _, block, sign in trace.timeline() if block.category == KV_CACHE),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ _FLOAT32 = 4
 def disk_bytes(output: OutputSection, trace: Trace, *, adapts: bool) -> int:
     """Bytes on disk: the checkpoints kept and the one being written, what is published, and the merged model."""
     trained, checkpoint = _bytes(trace, "adapter"), checkpoint_bytes(trace)
-    merged = _SIXTEEN_BIT * trace.parameters if output.merge and adapts else 0
+    merged = _SIXTEEN_BIT * trace.base.parameters if output.merge and adapts else 0
     return (output.keep + 1) * checkpoint + trained + merged
 
 
@@ -32,7 +32,7 @@ def merge_bytes(trace: Trace) -> int:
     """Device memory of `finetune merge`: a weight in float32 with its update (peft 0.21, `Linear.get_delta_weight`: a
     product, and that product scaled), or while the result is proven a layer or the head in 16 bit.
     """
-    return max(3 * _FLOAT32 * trace.largest_weight, _SIXTEEN_BIT * trace.largest_part)
+    return max(3 * _FLOAT32 * trace.base.largest_weight, _SIXTEEN_BIT * trace.base.largest_part)
 
 
 def _bytes(trace: Trace, category: str) -> int:
@@ -40,10 +40,8 @@ def _bytes(trace: Trace, category: str) -> int:
 
     If ranks hold shards, those of all ranks, as rank 0 gathers them.
     """
-    return trace.saved_bytes[category] if trace.saved_bytes else _live_bytes(trace, category)
-
-
-def _live_bytes(trace: Trace, category: str) -> int:
+    if trace.saved_bytes:
+        return trace.saved_bytes[category]
     before = itertools.takewhile(lambda entry: entry[0].phase != "forward", trace.timeline())
     live = sum(sign * block.bytes for _, block, sign in before if block.category == category)
     return round(live / trace.trained_share)

@@ -7,12 +7,12 @@ memory; for a CPU the live tensors count.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from finetune.data.batching import LargestBatch
 from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
-from finetune.forecast.replay import Point, RunSetting, outside_by_category, replayed
+from finetune.forecast.replay import Point, Ranks, RunSetting, outside_by_category, replayed
 from finetune.forecast.trace import CATEGORIES, Trace, Work
 from finetune.measure.monitor import Peak
 from finetune.model.structure.experts import Mixture
@@ -43,50 +43,32 @@ class ReferencePass:
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """The memory and time of a job on a device. All sizes in bytes.
+class Experts:
+    """The experts of a base. `mixture` says how they are stored; None for a base without any.
+
+    Memory that is `routed` depends on what their router decides, and is forecast for the worst case.
+    `evenly_routed_bytes` are needed if each gets equally many tokens.
+    """
+
+    mixture: Mixture | None = None
+    routed: bool = False
+    evenly_routed_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """The memory that something takes on a device. All sizes in bytes.
 
     `phases` gives allocated and reserved bytes (on a CPU the same) without the context; `categories` adds up, at the
-    moment of the peak, to what is compared with the budget. `flops`, `moved_bytes` (where bandwidth is the bound),
-    `calls` (kernel launches) and `seconds`, a bound from below for ranking settings, are those of one optimizer step.
-    `mixture` says how experts are stored, where the base has some. Memory that is `routed` depends on what their router
-    decides, and is that of the worst case; `evenly_routed_bytes` are needed if each gets equally many tokens. With
-    several `gpus` all figures are those of one, but for `disk_bytes`; `sharing` is the config's section `distributed`.
-    In a step `sent_bytes` go to the others, `copied_bytes` between host and device, and `swapped_bytes`, which a disk
-    keeps, are read from it and written back.
-    `by_length`: what short micro-batches recompute, where less than the config says; memory is then the most of any.
-    `hidden_flops` of `flops` take no time; with `returns_segments` the job fits only as the caching allocator gives
-    idle segments back. `scoring` is the work of a micro-batch of the `reference` pass, where there is one.
+    moment of the peak, to what is compared with the budget. `host_bytes` lie in host memory.
     """
 
     device: Device
     attention: str
-    batch: LargestBatch
-    peak_allocated_bytes: int
     peak_reserved_bytes: int
     host_bytes: int
-    disk_bytes: int
     phases: dict[str, dict[str, int]]
     categories: dict[str, int]
-    flops: int
-    moved_bytes: int
-    calls: int
-    seconds: float
-    tokens: int
-    curve: tuple[Point, ...] = field(repr=False, default=())
-    mixture: Mixture | None = None
-    routed: bool = False
-    evenly_routed_bytes: int | None = None
-    gpus: int = 1
-    sharing: Mapping[str, Any] | None = None
-    sent_bytes: int = 0
-    copied_bytes: int = 0
-    swapped_bytes: int = 0
-    by_length: tuple[UpTo, ...] = ()
-    hidden_flops: int = 0
-    returns_segments: bool = False
-    scoring: Work | None = field(default=None, repr=False)
-    reference: ReferencePass | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -101,6 +83,36 @@ class Forecast:
     def fits(self) -> bool:
         return self.needed_bytes <= self.budget_bytes
 
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast(DeviceMemory):
+    """The memory and time of a job on a device; with several GPUs all figures are those of one, but for `disk_bytes`.
+
+    `work`, `tokens` and `seconds`, a bound from below for ranking settings, are those of one optimizer step. `curve`
+    shows the memory over a step. `by_length`: what short micro-batches recompute, where less than the config says;
+    memory is then the most of any. With `returns_segments` the job fits only as the caching allocator gives idle
+    segments back. `scoring` is the work of a micro-batch of the `reference` pass, where there is one.
+    """
+
+    batch: LargestBatch
+    peak_allocated_bytes: int
+    disk_bytes: int
+    work: Work
+    tokens: int
+    seconds: float
+    curve: tuple[Point, ...] = field(repr=False, default=())
+    experts: Experts = Experts()
+    ranks: Ranks = field(default_factory=Ranks)
+    by_length: tuple[UpTo, ...] = ()
+    returns_segments: bool = False
+    scoring: Work | None = field(default=None, repr=False)
+    reference: ReferencePass | None = None
+
+    @property
+    def gpus(self) -> int:
+        """How many share a step."""
+        return self.ranks.gpus
+
     @property
     def tokens_per_second(self) -> float:
         """Tokens of a step over its seconds: a bound from above."""
@@ -108,9 +120,9 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """The forecast as JSON values."""
-        moved = {name: getattr(self, name) for name in ("sent_bytes", "copied_bytes", "swapped_bytes")}
+        work, experts, ranks = self.work, self.experts, self.ranks
         own = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "disk_bytes", "phases", "categories")
-        return {
+        shown = {
             "fits": self.fits,
             "device": self.device.name,
             "expandable_segments": self.device.software.expandable_segments,
@@ -119,16 +131,22 @@ class Forecast:
             **{name: getattr(self, name) for name in own},
             "batch": self.batch.as_dict(),
             "attention": self.attention,
-            "flops": self.flops,
-            "moved_bytes": self.moved_bytes,
-            "calls": self.calls,
+            "flops": work.flops,
+            "moved_bytes": work.moved_bytes,
+            "calls": work.calls,
             "seconds": round(self.seconds, 4),
-            "mixture": self.mixture and asdict(self.mixture),
-            **({"evenly_routed_bytes": self.evenly_routed_bytes} if self.evenly_routed_bytes else {}),
-            **({"reference": asdict(self.reference)} if self.reference else {}),
-            **({"by_length": [asdict(each) for each in self.by_length]} if self.by_length else {}),
-            **({"gpus": self.gpus, "sharding": self.sharing, **moved} if self.gpus > 1 or self.sharing else {}),
+            "mixture": experts.mixture and asdict(experts.mixture),
         }
+        if experts.evenly_routed_bytes:
+            shown["evenly_routed_bytes"] = experts.evenly_routed_bytes
+        if self.reference:
+            shown["reference"] = asdict(self.reference)
+        if self.by_length:
+            shown["by_length"] = [asdict(each) for each in self.by_length]
+        if ranks.gpus > 1 or ranks.sharing:
+            shown |= {"gpus": ranks.gpus, "sharding": ranks.sharing}
+            shown |= {name: getattr(work, name) for name in ("sent_bytes", "copied_bytes", "swapped_bytes")}
+        return shown
 
     def differences(self, peaks: Mapping[str, Peak]) -> list[Difference]:
         """The phases that were both forecast and measured, in the same measure.
@@ -154,9 +172,9 @@ def make(trace: Trace, device: Device, batch: LargestBatch, attention: str, run:
     """The forecast of a run, from the trace of one micro-batch and two updates."""
     replay = replayed(trace, device, lambda replay: replay.train(run))
     step = trace.work(("forward", "backward")) * run.micro_batches + trace.work(("optimizer",)) * 0.5
-    if run.copied:
+    if run.ranks.copied:
         # Gradients are averaged in the last micro-batch only.
-        step.sent_bytes += averaging_bytes(sum(replay.sizes("adapter")), run.gpus)
+        step.sent_bytes += averaging_bytes(sum(replay.sizes("adapter")), run.ranks.gpus)
     phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
     if run.merge_bytes:
         phases["merge"] = {"allocated_bytes": run.merge_bytes, "reserved_bytes": run.merge_bytes}
@@ -169,36 +187,33 @@ def make(trace: Trace, device: Device, batch: LargestBatch, attention: str, run:
     return Forecast(
         device=device,
         attention=attention,
-        batch=batch,
-        peak_allocated_bytes=max(replay.peak_allocated_bytes, least),
         peak_reserved_bytes=max(replay.peak_reserved_bytes, least),
         host_bytes=replay.managed_peak_bytes + outside,
-        disk_bytes=run.disk_bytes,
         phases=phases,
         categories=categories,
-        seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, run.gpus),
-        tokens=run.micro_batches * batch.positions // (run.sharing["context"] if run.sharing else 1),
+        batch=batch,
+        peak_allocated_bytes=max(replay.peak_allocated_bytes, least),
+        disk_bytes=run.disk_bytes,
+        work=step,
+        tokens=run.micro_batches * batch.positions // (run.ranks.sharing["context"] if run.ranks.sharing else 1),
+        seconds=_step_seconds(step, device, run.ranks.gpus),
         curve=tuple(replay.curve),
-        mixture=trace.mixture,
-        routed=trace.routed,
-        gpus=run.gpus,
-        sharing=run.sharing,
+        experts=Experts(trace.base.mixture, trace.routed),
+        ranks=run.ranks,
         returns_segments=replay.is_limited,
         scoring=trace.work(("reference",)) if "reference" in phases else None,
-        **asdict(step),
     )
 
 
 def on(forecast: Forecast, device: Device) -> Forecast:
     """The forecast on its device as that is now: with other memory free and, on a CPU, other rates and memory held."""
-    held = forecast.device.outside_bytes if device.type == "cpu" else 0
-    step = Work(**{each.name: getattr(forecast, each.name) for each in fields(Work)})
+    held = device.outside_bytes - forecast.device.outside_bytes if device.type == "cpu" else 0
     return replace(
         forecast,
         device=device,
         categories={**forecast.categories, **outside_by_category(device)},
-        host_bytes=forecast.host_bytes - held + (device.outside_bytes if device.type == "cpu" else 0),
-        seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, forecast.gpus),
+        host_bytes=forecast.host_bytes + held,
+        seconds=_step_seconds(forecast.work, device, forecast.gpus),
     )
 
 
@@ -237,13 +252,13 @@ def with_shorter(longest: Forecast, shorter: Mapping[UpTo, Forecast]) -> Forecas
     )
 
 
-def swapping_seconds(swapped_bytes: int, ranks: int) -> float:
-    """Seconds to read `swapped_bytes` of each rank from a disk and write them back; nothing else runs meanwhile.
+def _step_seconds(work: Work, device: Device, ranks: int) -> float:
+    """Seconds of a step on one of `ranks`, with the time in which states are read from a disk and written back.
 
-    The ranks of a machine share the disk.
+    Nothing else runs meanwhile, and the ranks of a machine share the disk.
     """
-    each_second = DISK_READ_BYTES * DISK_WRITE_BYTES / (DISK_READ_BYTES + DISK_WRITE_BYTES)
-    return swapped_bytes * min(ranks, RANKS_OF_A_MACHINE) / each_second
+    disk_rate = DISK_READ_BYTES * DISK_WRITE_BYTES / (DISK_READ_BYTES + DISK_WRITE_BYTES)
+    return _seconds(work, device) + work.swapped_bytes * min(ranks, RANKS_OF_A_MACHINE) / disk_rate
 
 
 def _seconds(work: Work, device: Device) -> float:
@@ -252,23 +267,16 @@ def _seconds(work: Work, device: Device) -> float:
     Copies between the host and the device have a stream of their own (`model.recompute.offload`), and so have FSDP2's
     gathers of the next layer and its reduced gradients, and DDP's averages.
     """
-    computing = (
-        (work.flops - work.hidden_flops) / device.rates.flops
-        + work.moved_bytes / device.rates.bandwidth_bytes
-        + work.calls * device.rates.call_seconds
-    )
-    return max(computing, sending_seconds(work.copied_bytes, work.sent_bytes, device))
-
-
-def sending_seconds(copied_bytes: int, sent_bytes: int, device: Device) -> float:
-    """Time of copies between host and device, and of messages to other devices.
-
-    Both go over PCI Express, one after the other, unless the cards have NVLink.
-    """
     rates = device.rates
+    computing = (
+        (work.flops - work.hidden_flops) / rates.flops
+        + work.moved_bytes / rates.bandwidth_bytes
+        + work.calls * rates.call_seconds
+    )
     if rates.nvlink_bytes:
-        return max(copied_bytes / rates.pcie_bytes, sent_bytes / rates.nvlink_bytes)
-    return (copied_bytes + sent_bytes) / rates.pcie_bytes
+        return max(computing, work.copied_bytes / rates.pcie_bytes, work.sent_bytes / rates.nvlink_bytes)
+    # Copies and messages both go over PCI Express, one after the other.
+    return max(computing, (work.copied_bytes + work.sent_bytes) / rates.pcie_bytes)
 
 
 def averaging_bytes(gradient_bytes: int, ranks: int) -> int:

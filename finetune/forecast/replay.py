@@ -34,6 +34,19 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """How many `gpus` share a step; a forecast is that of one.
+
+    `sharing` is the config's section `distributed`, where it matters. With `copied` each holds a copy of the model
+    (DistributedDataParallel).
+    """
+
+    gpus: int = 1
+    sharing: Mapping[str, Any] | None = None
+    copied: bool = False
+
+
+@dataclass(frozen=True)
 class RunSetting:
     """The parts of a run around the traced step. All sizes in bytes.
 
@@ -44,8 +57,6 @@ class RunSetting:
     `merges`: whether the run merges at its end, so that the merge must fit as well. `merge_bytes` (its device memory)
     and `disk_bytes` are those of `finetune.forecast.file_sizes`.
     `from_files`: whether transformers loads the base whole; else random weights are made, or shards are read.
-    `gpus`: how many share a step; the forecast is that of one, which with `copied` holds a copy of the model
-    (DistributedDataParallel). `sharing` is the config's section `distributed`, where it matters.
     """
 
     micro_batches: int = 1
@@ -56,9 +67,7 @@ class RunSetting:
     merges: bool = False
     saves_between: bool = False
     from_files: bool = False
-    gpus: int = 1
-    sharing: Mapping[str, Any] | None = None
-    copied: bool = False
+    ranks: Ranks = Ranks()
 
 
 def replayed(
@@ -132,7 +141,7 @@ class Replay:
         step = stretches[first:last]
         update = next((index for index in range(first, last) if phases[index] == "optimizer"), last)
         loaded = self.load(from_files=run.from_files)
-        if run.copied:
+        if run.ranks.copied:
             self._join_processes()
         made = next((index for index in range(loaded, first) if phases[index] == "optimizer"), first)
         self.play(stretches[loaded:made])

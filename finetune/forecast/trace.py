@@ -81,22 +81,32 @@ def moved(events: Iterable[int], by: int) -> list[int]:
     return [event + by if event > 0 else event - by for event in events]
 
 
-@dataclass
-class Trace:
-    """A recorded step: its blocks, and what happens to them in order.
+@dataclass(frozen=True)
+class WholeBase:
+    """Numbers of parameters of a base with all its layers: of all, and of the largest parts.
 
-    `parameters` is the number of them in the whole base, `largest_weight` in the largest weight that may get an
-    adapter, `largest_part` in the largest layer, or the head. `mixture` says how the base's experts are stored, where
-    it has some, and `routed` whether memory depends on what a router decides. `trained_share` is the share of the
-    trained weights that this rank holds.
+    `largest_weight` is that of the largest weight that may get an adapter, `largest_part` that of the largest layer, or
+    of the head. `mixture` says how the base's experts are stored, where it has some.
     """
 
-    blocks: list[TracedBlock]
-    stretches: list[Stretch]
     parameters: int = 0
     largest_weight: int = 0
     largest_part: int = 0
     mixture: Mixture | None = None
+
+
+@dataclass
+class Trace:
+    """A recorded step: its blocks, and what happens to them in order.
+
+    Memory that is `routed` depends on what a router decides. `trained_share` is the share of the trained weights that
+    this rank holds. `saved_bytes` are those of the trained weights and their states in a checkpoint, by category, where
+    the trace does not show them.
+    """
+
+    blocks: list[TracedBlock]
+    stretches: list[Stretch]
+    base: WholeBase = WholeBase()
     routed: bool = False
     trained_share: float = 1.0
     saved_bytes: Mapping[str, int] | None = None

@@ -256,12 +256,12 @@ def _settings(forecast: Forecast) -> dict[str, str]:
     several = f", {words.count(micro_batches)} such micro-batches a step" if micro_batches > 1 else ""
     shown = {"batch": f"{words.batch(batch)}{several}; lengths from {batch.source}", "attention": forecast.attention}
     shown |= words.shorter(forecast)
-    if forecast.sharing:
-        shown["sharing"] = words.sharing(forecast.sharing)
+    if forecast.ranks.sharing:
+        shown["sharing"] = words.sharing(forecast.ranks.sharing)
     if forecast.device.software.expandable_segments:
         shown["allocator"] = "expandable segments"
-    if forecast.mixture:
-        shown["experts"] = words.mixture(forecast.mixture)
+    if forecast.experts.mixture:
+        shown["experts"] = words.mixture(forecast.experts.mixture)
     shown |= words.routing(forecast)
     return shown
 
@@ -328,8 +328,8 @@ def _costs(forecast: Forecast) -> dict[str, str]:
         facts["host memory"] = words.size(forecast.host_bytes)
     if not words.is_nothing(forecast.disk_bytes):
         facts["disk"] = words.size(forecast.disk_bytes)
-    if forecast.flops:
-        giga, seconds = forecast.flops / 1e9, forecast.seconds
+    if forecast.work.flops:
+        giga, seconds = forecast.work.flops / 1e9, forecast.seconds
         facts["step"] = (
             f"{words.significant(giga, 2)} GFLOP, at least {words.significant(seconds)} s, "
             f"at most {words.count(forecast.tokens_per_second)} tokens/s"

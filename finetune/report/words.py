@@ -292,9 +292,9 @@ def mixture(stored: Mixture) -> str:
 
 def routing(forecast: Forecast) -> dict[str, str]:
     """What a mixture needs at least and at most, by what its router decides; empty where that changes nothing."""
-    if forecast.evenly_routed_bytes is None:
+    if forecast.experts.evenly_routed_bytes is None:
         return {}
-    least, most = size(forecast.evenly_routed_bytes), size(forecast.needed_bytes)
+    least, most = size(forecast.experts.evenly_routed_bytes), size(forecast.needed_bytes)
     return {"routing": f"{least} if experts get equally many tokens, {most} if one gets all"}
 
 

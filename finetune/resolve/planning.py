@@ -31,7 +31,7 @@ from finetune.forecast.image_memory import ImageMemory
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.plan import Fitted, Limits, Plan
-from finetune.forecast.replay import RunSetting
+from finetune.forecast.replay import Ranks, RunSetting
 from finetune.forecast.traced_step import Models, StepSetting, trace_step
 from finetune.model import bounds, build, precision
 from finetune.model.attention import backends, packing
@@ -129,7 +129,6 @@ class Planner:
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             implementation = packing.eager_like(implementation)
         section, adapts = config.distributed, config.adapter.kind == "lora"
-        is_shared = strategies.applies(section, self.gpus)
         setting = StepSetting(
             config, self.architecture, batch, evaluation, device, implementation, self.gpus, reference, evenly,
             self.data.media if self.data else TEXT_ALONE,
@@ -146,9 +145,11 @@ class Planner:
             merges=config.output.merge,
             saves_between=file_sizes.saves_between(config.output, config.training.max_steps),
             from_files=config.model.weights != "random" and not strategies.loads_parts(section, self.gpus),
-            gpus=self.gpus,
-            sharing=section.model_dump() if is_shared else None,
-            copied=strategies.replicates(section, self.gpus),
+            ranks=Ranks(
+                self.gpus,
+                section.model_dump() if strategies.applies(section, self.gpus) else None,
+                copied=strategies.replicates(section, self.gpus),
+            ),
         )
         return job_forecast.make(trace, device, batch, implementation, run)
 
@@ -165,11 +166,13 @@ class Planner:
 
     def with_routing(self, config: Config, forecast: Forecast) -> Forecast:
         """`forecast`, with what is needed if experts get equally many tokens, where that is less."""
-        if not forecast.routed:
+        if not forecast.experts.routed:
             return forecast
         evaluation = self._largest_batches(config)[1]
         evenly = self._kept_or_traced(config, forecast.batch, evaluation, evenly=True).needed_bytes
-        return replace(forecast, evenly_routed_bytes=evenly) if evenly < forecast.needed_bytes else forecast
+        if evenly >= forecast.needed_bytes:
+            return forecast
+        return replace(forecast, experts=replace(forecast.experts, evenly_routed_bytes=evenly))
 
     def levers(self, config: Config, before: Forecast) -> list[tuple[Lever, Forecast]]:
         """Each lever that would reduce the forecast `before`, with the forecast after it is pulled."""

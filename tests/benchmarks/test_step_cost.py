@@ -45,9 +45,9 @@ def test_trl_gives_a_mask_that_costs_uneven_rows_their_flash_kernel_and_leaves_n
     flops = {}
     for padded in (False, True):
         with step_cost.rows_of(padded=padded), step_cost.as_trl():
-            flops["trl", padded] = planning.planner_for(job, "RTX 4090").forecast().flops
+            flops["trl", padded] = planning.planner_for(job, "RTX 4090").forecast().work.flops
         with step_cost.rows_of(padded=padded):
-            flops["ours", padded] = planning.planner_for(job, "RTX 4090").forecast().flops
+            flops["ours", padded] = planning.planner_for(job, "RTX 4090").forecast().work.flops
     assert (traced_step.objectives.of, traced_step.needs_mask, traced_step.log_probs.attach) == before
     assert flops["ours", False] == flops["ours", True] == flops["trl", False] < flops["trl", True]
 

@@ -27,6 +27,7 @@ from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import whole
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.levers import levers
+from finetune.forecast.replay import Ranks
 from finetune.model import build
 from finetune.model.distributed import sharding
 from finetune.model.distributed.placement import Placement
@@ -187,7 +188,7 @@ def planner_of_copies(budget: int, patch: pytest.MonkeyPatch, *, divisible: bool
             raise ConfigError("cannot shard experts in 4 bit")
         size = 13 if section.kind == "ddp" else {"gradients": 9, "weights": 5}[section.stage]
         peak = (size - 1) * GIB
-        return forecasts.forecast(budget=self.device.budget_bytes, peak_reserved_bytes=peak, gpus=self.gpus)
+        return forecasts.forecast(budget=self.device.budget_bytes, peak_reserved_bytes=peak, ranks=Ranks(self.gpus))
 
     patch.setattr(Planner, "forecast", forecast)
     card = dataclasses.replace(tiny_models.card(), budget_bytes=budget * GIB)
@@ -285,9 +286,9 @@ def test_each_stage_of_zero_shards_and_sends_what_it_says() -> None:
         assert found.categories["optimizer_states"] == pytest.approx(3 * trained / 4, rel=0.01)
         assert found.categories["adapter"] == pytest.approx(trained / share, rel=0.01)
         if stage == "weights":
-            assert found.sent_bytes > 3 * trained / 4
+            assert found.work.sent_bytes > 3 * trained / 4
         else:
-            assert found.sent_bytes == pytest.approx(3 * trained * 3 / 4, rel=0.01)
+            assert found.work.sent_bytes == pytest.approx(3 * trained * 3 / 4, rel=0.01)
 
 
 @pytest.mark.slow
@@ -295,7 +296,7 @@ def test_zero_offloads_to_the_host_and_to_a_disk() -> None:
     plain, host = (zero("weights", 2, CARD, words=8192, distributed__offload=where) for where in ("none", "cpu"))
     assert host.needed_bytes < plain.needed_bytes
     assert host.host_bytes > plain.host_bytes
-    assert host.copied_bytes > plain.copied_bytes == 0
+    assert host.work.copied_bytes > plain.work.copied_bytes == 0
 
 
 @pytest.mark.slow
@@ -304,8 +305,8 @@ def test_the_time_of_a_disk_is_its_bytes_over_its_bandwidth() -> None:
     disk = zero("weights", 1, CARD, words=8192, distributed__offload="nvme", distributed__nvme_path="/tmp")
     memory = zero("weights", 1, CARD, words=8192, distributed__offload="cpu")
     trained = zero("optimizer", 1, words=8192).categories["adapter"]
-    assert 0.99 * 4 * trained < disk.swapped_bytes < 4 * trained
-    assert disk.seconds - memory.seconds == pytest.approx(disk.swapped_bytes * (1 / 7e9 + 1 / 5e9), rel=0.01)
+    assert 0.99 * 4 * trained < disk.work.swapped_bytes < 4 * trained
+    assert disk.seconds - memory.seconds == pytest.approx(disk.work.swapped_bytes * (1 / 7e9 + 1 / 5e9), rel=0.01)
     assert disk.as_dict()["sharding"]["offload"] == "nvme"
 
 

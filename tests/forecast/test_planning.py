@@ -64,9 +64,9 @@ def test_what_routing_changes_is_planned_as_a_range(tmp_path: Path) -> None:
             "training.micro_batch=1", "training.precision=bf16", "memory.checkpointing=all",
         ]  # fmt: skip
         found[name] = planning.plan(load_config(TINY, overrides), "RTX 4090").forecast
-    evenly = found["dbrx"].evenly_routed_bytes
+    evenly = found["dbrx"].experts.evenly_routed_bytes
     assert 2 * MIB <= found["dbrx"].needed_bytes - evenly <= 32 * MIB
-    assert not found["mixtral"].routed
+    assert not found["mixtral"].experts.routed
     assert "evenly_routed_bytes" not in found["mixtral"].as_dict()
 
 

@@ -15,6 +15,7 @@ from finetune.data.batching import LargestBatch
 from finetune.forecast import job_forecast, operator_costs, replay
 from finetune.forecast.devices import Device, Rates, Software
 from finetune.forecast.job_forecast import PHASES, WORDS, Forecast
+from finetune.forecast.replay import Ranks
 from finetune.forecast.trace import CATEGORIES
 
 CPU = Device("cpu", "CPU", 10 * GIB, 100 * MIB, Rates(1e9, 1e9, bandwidth_bytes=1e8, call_seconds=1e-3))
@@ -118,7 +119,8 @@ def test_it_fits_at_exactly_the_budget_and_not_one_byte_below(device: Device) ->
 def test_a_step_repeats_its_passes_and_not_its_update() -> None:
     """The trace has two updates: the optimizer's first, and the one that is forecast."""
     found = made(step(), micro_batches=4)
-    assert (found.flops, found.moved_bytes, found.calls) == (4 * 3000 + 80 // 2, 4 * 1000 + 40 // 2, 4 * 5 + 4 // 2)
+    work = found.work
+    assert (work.flops, work.moved_bytes, work.calls) == (4 * 3000 + 80 // 2, 4 * 1000 + 40 // 2, 4 * 5 + 4 // 2)
     assert found.seconds == pytest.approx(4 * (3000 / 1e9 + 1000 / 1e8 + 5 / 1e3) + (80 / 1e9 + 40 / 1e8 + 4 / 1e3) / 2)
     assert found.tokens == 4 * 2 * 64
     assert found.tokens_per_second == pytest.approx(found.tokens / found.seconds)
@@ -129,7 +131,7 @@ def test_a_product_that_is_bound_by_bandwidth_takes_the_time_of_its_traffic_alon
     hidden = step()
     hidden.trace.stretches[0].work.flops = hidden.trace.stretches[0].work.hidden_flops = 10**9
     hidden.trace.stretches[0].phase = "forward"
-    assert made(hidden).flops - made(step()).flops == 10**9
+    assert made(hidden).work.flops - made(step()).work.flops == 10**9
     assert made(hidden).seconds == pytest.approx(made(step()).seconds)
 
 
@@ -156,8 +158,8 @@ def test_copies_of_the_model_average_once_a_step_what_they_train() -> None:
         assert job_forecast.averaging_bytes(1200, ranks) == expected
     story = step().at("load").make("adapter", 600, "adapter")
     story.trace.stretches.insert(1, story.trace.stretches.pop())
-    assert made(story, CARD, gpus=4, copied=True, micro_batches=3).as_dict()["sent_bytes"] == 2 * 3 * 600 // 4
-    assert made(story, CARD, gpus=4).sent_bytes == 0, "slices are in the trace"
+    assert made(story, CARD, ranks=Ranks(4, copied=True), micro_batches=3).as_dict()["sent_bytes"] == 2 * 3 * 600 // 4
+    assert made(story, CARD, ranks=Ranks(4)).work.sent_bytes == 0, "slices are in the trace"
 
 
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
@@ -211,7 +213,7 @@ def test_the_weights_of_files_are_cut_from_one_segment_on_a_card() -> None:
 def test_several_processes_hold_a_copy_of_all_gradients(device: Device) -> None:
     story = step()
     story.trace.blocks[0].category = "adapter"
-    alone, one_of_two = made(story, device), made(story, device, gpus=2, copied=True)
+    alone, one_of_two = made(story, device), made(story, device, ranks=Ranks(2, copied=True))
     assert one_of_two.peak_allocated_bytes - alone.peak_allocated_bytes == 10 * MIB
     assert one_of_two.categories["gradients"] - alone.categories["gradients"] == 10 * MIB
     assert one_of_two.phases["load"]["allocated_bytes"] >= 20 * MIB, "weights, and the copy that is sent"

@@ -136,7 +136,7 @@ def test_a_7b_model_is_traced_in_a_gibibyte_and_counted_right() -> None:
     batch = longest_batch(1, 1024)
     trace = tiny_models.trace(job, catalog.config(name), where=tiny_models.card(), batch=batch)
     assert process.memory_info().rss - before < 2**30
-    assert trace.parameters == entry.parameters
+    assert trace.base.parameters == entry.parameters
     found = job_forecast.make(trace, tiny_models.card(), batch, "sdpa", replay.RunSetting())
     # 32 layers of four 4096 x 4096 and three 4096 x 11008 weights at 4.127 bits, embedding and head in 16.
     linear = 32 * (4 * 4096**2 + 3 * 4096 * 11008)

@@ -14,9 +14,11 @@ from rich.console import Console
 
 from finetune.config import Config, DistributedSection
 from finetune.data.batching import LargestBatch
-from finetune.forecast.job_forecast import WORDS, Forecast
+from finetune.forecast.job_forecast import WORDS, Experts, Forecast
 from finetune.forecast.levers import Lever
 from finetune.forecast.plan import Plan
+from finetune.forecast.replay import Ranks
+from finetune.forecast.trace import Work
 from finetune.model.structure.experts import Mixture
 from finetune.report import forecast_view, words
 from finetune.report.forecast_view import PlanView
@@ -49,7 +51,7 @@ ONE_ROW = LargestBatch(rows=1, tokens=300, padded=False, trained_tokens=299, sou
 
 
 def shared(**values: Any) -> dict[str, Any]:
-    return {"sharing": DistributedSection(**values).model_dump()}
+    return {"ranks": Ranks(sharing=DistributedSection(**values).model_dump())}
 
 
 LINES: list[tuple[dict[str, Any], str]] = [
@@ -64,11 +66,13 @@ LINES: list[tuple[dict[str, Any], str]] = [
     ({"by_length": (UpTo(512, "none"), UpTo(1024, "keep-attention"))},
      "rows of up to 512 tokens recompute nothing, of up to 1,024 tokens recompute all but attention"),
     ({}, "step 5,000 GFLOP, at least 8 s, at most 2,048 tokens/s"),
-    ({"flops": 250_000_000, "seconds": 0.001234}, "step 0.25 GFLOP, at least 0.00123 s, at most"),
+    ({"work": Work(250_000_000), "seconds": 0.001234}, "step 0.25 GFLOP, at least 0.00123 s, at most"),
     ({"seconds": 12345.6}, "at least 12,346 s, at most 1 tokens/s"),
     ({"host_bytes": 3 * GIB, "disk_bytes": 200 * MIB}, "host memory 3.00 GiB disk 200 MiB"),
-    ({"mixture": HELD}, "experts 128 a layer in nf4; 1,500,000,000 of all 30,500,000,000 parameters stay unquantized"),
-    ({"mixture": Mixture(8, 2, "fp4", 0.5, 10, 20)}, "experts 8 a layer, 50.0% of their parameters in fp4; 10 of"),
+    ({"experts": Experts(HELD)},
+     "experts 128 a layer in nf4; 1,500,000,000 of all 30,500,000,000 parameters stay unquantized"),
+    ({"experts": Experts(Mixture(8, 2, "fp4", 0.5, 10, 20))},
+     "experts 8 a layer, 50.0% of their parameters in fp4; 10 of"),
 ]  # fmt: skip
 
 
@@ -193,11 +197,11 @@ def test_a_comparison_on_a_cpu_adds_the_memory_of_the_process() -> None:
 
 def test_a_notebook_and_a_program_get_the_storage_of_experts_and_no_picture_without_a_curve() -> None:
     assert "<img" not in html(forecast(curve=()))
-    held = forecast(mixture=HELD)
+    held = forecast(experts=Experts(HELD))
     assert "128 a layer in nf4" in html(held)
     assert held.as_dict()["mixture"]["quantized_experts"] == 1.0
     evenly = held.needed_bytes - 64 * MIB
-    routed = replace(held, evenly_routed_bytes=evenly)
+    routed = replace(held, experts=Experts(HELD, evenly_routed_bytes=evenly))
     least, most = words.size(evenly), words.size(held.needed_bytes)
     assert f"routing    {least} if experts get equally many tokens, {most} if one gets all" in shown(routed)
     assert routed.as_dict()["evenly_routed_bytes"] == evenly

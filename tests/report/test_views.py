@@ -57,10 +57,13 @@ def plan(_: RunDirectory) -> View:
 
 
 def serving(_: RunDirectory) -> View:
-    sizes = {"device": _forecast().device, "phases": _forecast().phases, "categories": _forecast().categories}
+    planned = _forecast()
     return ServingView(
-        Serving(attention=HOSTILE, rows=2, context=64, cache="dynamic", cache_bytes=1, host_bytes=1, **sizes)
-    )
+        Serving(
+            device=planned.device, attention=HOSTILE, peak_reserved_bytes=planned.peak_reserved_bytes, host_bytes=1,
+            phases=planned.phases, categories=planned.categories, rows=2, context=64, cache="dynamic", cache_bytes=1,
+        )
+    )  # fmt: skip
 
 
 def _fitted() -> Fitted:
