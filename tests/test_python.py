@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import runpy
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,9 +18,10 @@ from datasets import Dataset
 from hypothesis import example as always
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import metric
+from jobs import adapter_weights, metric, write_rows
 from messages import refusal, reported
 from pandas import DataFrame
+from safetensors.torch import load_file
 from steps import ready
 from typer.testing import CliRunner
 
@@ -37,7 +39,7 @@ from finetune.objectives import contract
 from finetune.report.terminal import Terminal
 from finetune.runtime import libraries
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "own_loss.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 ROWS = [{"prompt": f"Say {number}.", "completion": f" {number}"} for number in range(24)]
 
 
@@ -56,8 +58,26 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> finetune.Result:
     """The script of the README, run as it is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder := tmp_path_factory.mktemp("example"))
-        result: finetune.Result = runpy.run_path(str(EXAMPLE))["result"]
+        result: finetune.Result = runpy.run_path(str(EXAMPLES / "own_loss.py"))["result"]
     return finetune.Result(finetune.RunDirectory(folder / result.run.path))
+
+
+@pytest.mark.slow
+def test_the_flat_script_has_the_losses_and_the_adapter_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "So it is. " * times} for times in range(1, 16)])
+    job = [f"data.train={rows}", "data.eval_share=0.4", "training.max_steps=3", "training.batch_size=4"]
+    job += ["training.micro_batch=2", "training.eval_every=3", f"output.dir={tmp_path / 'flat'}"]
+    monkeypatch.setattr(sys, "argv", ["minimal_qlora.py", *job])
+    script = runpy.run_path(str(EXAMPLES / "minimal_qlora.py"))
+    result = finetune.train(script["config"], output={"dir": str(tmp_path / "run")}, terminal=Terminal(quiet=True))
+    assert script["losses"] == [line["loss"] for line in result.metrics]
+    assert script["eval_losses"] == [line["eval_loss"] for line in result.evaluations]
+    expected = adapter_weights(result.run)
+    found = load_file(script["adapter"] / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 @pytest.mark.slow
