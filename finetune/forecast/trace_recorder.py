@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -85,10 +85,10 @@ class State:
 
 
 class _Call:
-    """An operator as it reaches the recorder. With `over_layers` its inputs are lists of several layers' tensors."""
+    """A call of an operator. With `over_layers` its inputs are lists of several layers' tensors."""
 
-    def __init__(self, func: Any, types: Any, args: Any, kwargs: Any) -> None:
-        self.func, self.types, self.args, self.kwargs = func, types, args, kwargs
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
         self.name = func.name()
         self.inputs = [argument for argument in flat(args) if isinstance(argument, torch.Tensor)]
         self.over_layers = False
@@ -99,7 +99,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _TensorForm:
-    """The form of a tensor, and the number of elements of its storage."""
+    """A tensor's shape, layout and type, and the number of elements of its storage."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -124,7 +124,8 @@ class _Program:
     """The recording of a kernel that is written in Python: its outputs with the numbers of their blocks, the bytes and
     layer of each block, and its stretches.
 
-    Blocks are numbered from its first. A layer is a number in a list: of the call, and of each of its inputs.
+    Blocks are numbered from the first of the recording. A layer is an index into the layers of the call: its own, and
+    those of its inputs.
     """
 
     outputs: Any
@@ -135,19 +136,16 @@ class _Program:
 
 
 _OF_WORKSPACE = ("finetune::decode_packed_",)
-"""Programs whose outputs are gone with the product that they are made for."""
+"""Programs whose outputs are freed with the product that they are made for."""
 
 
 def _alike(value: Any) -> Hashable:
-    """What the work of a kernel follows from, of an argument."""
+    """The part of an argument that decides a kernel's work."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, dict):
         return tuple((key, _alike(each)) for key, each in value.items())
     return tuple(map(_alike, value)) if isinstance(value, (tuple, list)) else value
-
-
-_Case = tuple[Callable[[_Call], bool], Callable[[_Call], Any]]
 
 
 class TraceRecorder(TorchDispatchMode):
@@ -173,17 +171,6 @@ class TraceRecorder(TorchDispatchMode):
         self.layer: int | None = None
         self.category = "activations"
         self.managed = self.shards_on_host = False
-        # In each table, the first case that applies decides.
-        self._not_recorded: tuple[_Case, ...] = (
-            # Only views are taken of a DTensor, but torch tries them out on tensors of its own.
-            (lambda call: DTensor in call.types, _Call.run),
-            (lambda call: call.name == "aten::_local_scalar_dense", self._read),
-        )
-        self._run_otherwise: tuple[_Case, ...] = (
-            (lambda call: call.name in operators.python, self._run_in_python),
-            (lambda call: call.name == "aten::add.Tensor" and _adds_in_place(call.args), self._add_in_place),
-            (lambda call: self.answers.know_size(call), self._run_on_values),
-        )
 
     def trace(self) -> Trace:
         return Trace(list(self._blocks), list(self._stretches))
@@ -191,13 +178,13 @@ class TraceRecorder(TorchDispatchMode):
     # -- what is recorded once for several traces ------------------------------------------------------------------
 
     def state(self) -> State:
-        """This point of the recording, to `rewind` to; the next phase must be another one."""
+        """This point of the recording, for `rewind`; the phase must change after it."""
         return State(
             len(self._blocks), len(self._stretches), {key: number for key, (number, _) in self._living.items()}
         )
 
     def rewind(self, state: State) -> bool:
-        """Forget what was recorded since `state`; False if not the same blocks are alive as then."""
+        """Forget what was recorded since `state`; False if other blocks are alive than then."""
         if self.state().living != state.living:
             return False
         del self._blocks[state.blocks :], self._stretches[state.stretches :]
@@ -225,18 +212,18 @@ class TraceRecorder(TorchDispatchMode):
     # -- what surrounds the operators ------------------------------------------------------------------------------
 
     def keep(self, tensor: torch.Tensor, category: str, layer: int | None = None) -> None:
-        """Count a tensor that was there before: a weight, a gradient."""
+        """Count a tensor that exists already: a weight, a gradient."""
         self.layer = layer
         self._allocate(tensor, category)
 
     def mark(self, tensor: torch.Tensor | None, category: str, *, managed: bool = False) -> None:
-        """Change the category of a block that was recorded already."""
+        """Change the category of a recorded block."""
         if tensor is not None and (number := self._number(tensor)) is not None:
             self._blocks[number].category = category
             self._blocks[number].managed = managed
 
     def omit(self, tensor: torch.Tensor | None) -> None:
-        """Count a block that was already recorded as taking no memory."""
+        """Let a recorded block take no memory."""
         if tensor is not None and (number := self._number(tensor)) is not None:
             self._blocks[number].bytes = 0
 
@@ -245,7 +232,7 @@ class TraceRecorder(TorchDispatchMode):
         self.layer, self._turn = layer, True
 
     def copied(self, source: torch.Tensor, category: str, *, managed: bool) -> torch.Tensor:
-        """A copy of `source` on the other side of the bus: with `managed` in host memory, else on the device.
+        """Copy `source` to the other side of the bus: with `managed` to host memory, else to the device.
 
         A fake CPU tensor does not say on which side it is.
         """
@@ -263,7 +250,7 @@ class TraceRecorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def follow_layers(self) -> Iterator[None]:
-        """In the context, assign an operator to the layer of its input: an optimizer goes from weight to weight."""
+        """In the context, assign operators to the layer of their input, as an optimizer goes from weight to weight."""
         self._by_layer_of_input = True
         try:
             yield
@@ -274,16 +261,20 @@ class TraceRecorder(TorchDispatchMode):
     # -- operators -------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # asked as often as all others together
+        if func is _DEVICE:  # called as often as all others together
             return func(*args)
-        call = _Call(func, types, args, kwargs or {})
-        for applies, answer in self._not_recorded:
-            if applies(call):
-                return answer(call)
+        call = _Call(func, args, kwargs or {})
+        if DTensor in types:  # only views are taken of a DTensor, but torch tries them out on tensors of its own
+            return call.run()
+        if call.name == "aten::_local_scalar_dense":
+            return self._read(call)
         call.over_layers = self._by_layer_of_input and bool(call.inputs) and self._follow(call)
-        for applies, run in self._run_otherwise:
-            if applies(call):
-                return run(call)
+        if call.name in self._operators.python:
+            return self._run_in_python(call)
+        if call.name == "aten::add.Tensor" and (_accumulates_in_place(call.args) or _masks_scores()):
+            return self._add_in_place(call)
+        if self.answers.know_size(call):
+            return self._run_on_values(call)
         scratch = self._before(call)
         out = call.run()
         if self.answers.known:
@@ -307,7 +298,11 @@ class TraceRecorder(TorchDispatchMode):
 
     def _after(self, call: _Call, out: Any, scratch: list[int]) -> None:
         """Allocate the outputs whose storage is new, free the kernel's own memory, and count what was computed."""
-        outputs, category, fresh = list(flat(out)), self._category(call.func, call.inputs), False
+        outputs, category, fresh = list(flat(out)), self.category, False
+        # A weight in another type is made for one product: it is the arithmetic's need, not an activation.
+        casts_weight = call.name == "aten::_to_copy" and self._category_of(call.inputs[0]) in _WEIGHTS
+        if casts_weight or call.func.namespace == "bitsandbytes":
+            category = "workspace"
         for buffer in _BUFFERS[call.name](call.args, call.kwargs) if call.name in _BUFFERS else ():
             self.mark(buffer, "workspace")
         # torch's operators on lists have an output for each tensor.
@@ -336,7 +331,7 @@ class TraceRecorder(TorchDispatchMode):
     def _run_in_python(self, call: _Call) -> Any:
         """Run a kernel that is written in Python and record what it allocates, or repeat its recording.
 
-        Its output is no workspace, but for `_OF_WORKSPACE`.
+        Its output has the present category; that of `_OF_WORKSPACE` is workspace.
         """
         category = "workspace" if call.name in _OF_WORKSPACE else self.category
         followed = call.inputs if self._by_layer_of_input else ()  # inner operators are assigned to the layers of these
@@ -352,7 +347,7 @@ class TraceRecorder(TorchDispatchMode):
             first, asked, outer = len(self._blocks), self.answers.asked, self._stretches
             self._stretches = []
             try:
-                out = self._run_program(call)
+                out = self._decomposed(call)
             finally:
                 recorded, self._stretches = self._stretches, outer
                 ends_on = self.layer
@@ -364,7 +359,8 @@ class TraceRecorder(TorchDispatchMode):
             self.mark(part, category)
         return out
 
-    def _run_program(self, call: _Call) -> Any:
+    def _decomposed(self, call: _Call) -> Any:
+        """Run an operator's Python program; the operators in it are recorded, and what they make is workspace."""
         if call.name == "aten::_grouped_mm" and call.args[1].dim() == 3:
             sizes = call.args[0].shape[0], call.args[1].shape[0]
             call.kwargs = {**call.kwargs, "busiest": lambda: self.answers.busiest(*sizes)}
@@ -378,7 +374,7 @@ class TraceRecorder(TorchDispatchMode):
     def _keep_program(
         self, key: Hashable, layers: list[int | None], first: int, recorded: Sequence[Stretch], out: Any
     ) -> None:
-        """Keep a recording to repeat, if all blocks in it are its own and none but its outputs' live on."""
+        """Keep a recording to repeat, if all blocks in it are its own and only those of its outputs live on."""
         own = [stretch.moved(-first) for stretch in recorded]
         events = [event for stretch in own for event in stretch.events]
         lasting = {event - 1 for event in events if event > 0} - {-event - 1 for event in events if event < 0}
@@ -421,7 +417,7 @@ class TraceRecorder(TorchDispatchMode):
             last.work += stretch.work
 
     def _run_on_values(self, call: _Call) -> Any:
-        """An operator's result of the size that follows from its values."""
+        """Run an operator whose result has a size that follows from known values."""
         known = self.answers.known
         assert known
 
@@ -440,14 +436,6 @@ class TraceRecorder(TorchDispatchMode):
         return held
 
     # -- what an operator computes ---------------------------------------------------------------------------------
-
-    def _category(self, func: Any, inputs: list[torch.Tensor]) -> str:
-        if func.namespace == "bitsandbytes":
-            return "workspace"
-        if func.name() == "aten::_to_copy" and self._category_of(inputs[0]) in _WEIGHTS:
-            # A weight in another type, made for one product: the arithmetic's need, not an activation.
-            return "workspace"
-        return self.category
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, over_layers: Sequence[torch.Tensor] = ()) -> None:
         """Add what an operator computes; `over_layers` are its inputs where they belong to several layers."""
@@ -529,7 +517,7 @@ class TraceRecorder(TorchDispatchMode):
         return entry[0] if entry else None
 
     def _follow(self, call: _Call) -> bool:
-        """Go to the layer of an operator's first input; for lists over several layers go to none and return True."""
+        """Turn to the layer of a call's first input; for lists over several layers turn to none and return True."""
         if call.args and isinstance(call.args[0], (list, tuple)):
             layers = {self._layer_of(tensor) for tensor in call.inputs}
             over_layers = len(layers) > 1
@@ -548,15 +536,10 @@ class TraceRecorder(TorchDispatchMode):
         return self._blocks[number].layer if number is not None else None
 
 
-def _adds_in_place(args: Any) -> bool:
-    """Whether torch would add in place what it adds out of place where there is a subclass of Tensor."""
-    return _accumulates_in_place(args) or _masks_scores()
-
-
 def _masks_scores() -> bool:
-    """Whether transformers' call of scaled_dot_product_attention adds a mask to scores.
+    """Whether transformers' call of scaled_dot_product_attention adds a mask to scores, which torch does in place.
 
-    It does where no fused kernel takes the mask, such as one that is learnt (torch 2.13, attention.cpp
+    It does where no fused kernel takes the mask, such as a learnt one (torch 2.13, attention.cpp
     `_scaled_dot_product_attention_math`).
     """
     return _caller().f_code.co_name == "sdpa_attention_forward"
@@ -601,8 +584,9 @@ def _caller() -> FrameType:
 
 @dataclass
 class Routing:
-    """How routers spread the tokens of a trace: every one to the same expert, or `evenly`. `matters` becomes true when
-    a program asks, whose memory then depends on it.
+    """How routers spread the tokens of a trace: all to the same expert, or `evenly`.
+
+    `matters` becomes true when a program asks, as its memory then depends on the routing.
     """
 
     evenly: bool = False
@@ -613,8 +597,8 @@ class Answers:
     """The worst batch's answers where a program reads data.
 
     `uneven`: whether attention needs a mask, for padding or packed rows. `trained_tokens`: the number of positions with
-    a label. `tokens`: the number of positions; 0 where all experts get equally many in grouped products. `known` are
-    values from which other answers follow, of a batch with images. `asked` counts the answers.
+    a label. `tokens`: the number of positions; 0 where all experts get equally many in grouped products. `known`: the
+    values of a batch with images, from which other answers follow. `asked` counts the answers.
     """
 
     def __init__(
@@ -635,10 +619,10 @@ class Answers:
         }
 
     def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
-        """The value of a tensor of one element: an integer is 1, a float one half, a truth value true.
+        """The value of a tensor of one element: 1 for an integer, one half for a float, true for a truth value.
 
-        The exception is "are all of a mask alike?", which the batch answers. One half, because an optimizer may divide
-        by a number that it reads or by one minus it (NAdam's `mu_product`).
+        Whether all of a mask are alike depends on the batch. A float is one half because an optimizer may divide by a
+        number that it reads, or by one minus it (NAdam's `mu_product`).
         """
         self.asked += 1
         if tensor.dtype is torch.bool:
@@ -652,7 +636,7 @@ class Answers:
         return self.known.know_all([call.args, call.kwargs])
 
     def busiest(self, rows: int, experts: int) -> int:
-        """The most of `rows` (each token, once for each of its experts) that go to one expert: every token once."""
+        """The most of `rows` (a token, once for each of its experts) that go to one expert, which gets all tokens."""
         self.asked += 1
         self._routing.matters = True
         return max(0 if self._routing.evenly else min(rows, self.tokens), -(-rows // experts))
@@ -670,7 +654,7 @@ class Answers:
         return func, args
 
     def _nonzero(self, func: Any, args: Any) -> tuple[Any, Any]:
-        """Loops over experts: one expert is hit, and every token goes to it; or each by its share."""
+        """Loops over experts: every token goes to one expert, or each expert gets its share."""
         mask, evenly = args[0], self._routing.evenly
         self.asked += 1
         self._routing.matters = True

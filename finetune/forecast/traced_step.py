@@ -31,7 +31,7 @@ from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, shorten_apart, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.known_values import KnownValues
-from finetune.forecast.trace import Trace
+from finetune.forecast.trace import Trace, WholeBase
 from finetune.forecast.trace_recorder import Answers, Routing, TracedMonitor, TraceRecorder
 from finetune.forecast.traced_engine import Traced, TracedEngine
 from finetune.model import build
@@ -58,11 +58,11 @@ _ONE_TILE = 512
 
 @dataclass(frozen=True)
 class StepSetting:
-    """A step to trace: a job on a device, its largest micro-batches, and the number of ranks; this is rank 0.
+    """A step to trace: a job on a device, its largest micro-batches, and the number of ranks; rank 0 is traced.
 
-    `attention` is the name of the implementation. Without an `evaluation` batch none is traced; the `reference` is
-    scored in batches like `train` if its own largest one is unknown. `evenly`: each expert gets as many tokens as every
-    other, instead of one expert all of them. `media` makes what rows of a batch show.
+    `attention` is the name of the implementation. Without an `evaluation` batch no evaluation is traced; the reference
+    is scored in batches like `train` if its own largest one, `reference`, is unknown. `evenly`: each expert gets as
+    many tokens as every other, instead of one expert all of them. `media` makes what rows of a batch show.
     """
 
     config: Config
@@ -78,9 +78,9 @@ class StepSetting:
 
     @property
     def job(self) -> Hashable:
-        """The key of a model and its optimizer: the config except what `step` has, the attention, and the routing."""
+        """The key of a model and its optimizer: the config without what `step` has, the attention, and the routing."""
         left_out = {
-            "memory": {"checkpointing", "loss_tokens"}, "training": {"micro_batch"}, "data": {"image_pixels"}
+            "memory": {"checkpointing", "loss_tokens"}, "training": {"micro_batch"}, "data": {"image_pixels"},
         }  # fmt: skip
         return self.config.model_dump_json(exclude=left_out), self.attention, self.evenly
 
@@ -104,7 +104,7 @@ class StepSetting:
 
     @property
     def in_parts(self) -> bool:
-        """Whether ranks share the model in parts, which are made after the weights are loaded."""
+        """Whether each rank holds only parts of the model, which are made after the weights are loaded."""
         return strategies.holds_parts(self.config.distributed, self.world_size)
 
 
@@ -141,7 +141,7 @@ class Models:
     ready: dict[Hashable, _TracedStep] = field(default_factory=dict)
     """By job and the kinds of the layers that are kept."""
     traces: dict[Hashable, Trace] = field(default_factory=dict)
-    """By setting, and the kinds and levels of the layers that are kept, however many they stand for; not yet
+    """By setting, and the kinds and levels of the layers that are kept, however many layers each stands for; not yet
     extrapolated.
     """
 
@@ -154,8 +154,8 @@ class Models:
 def trace_step(setting: StepSetting, models: Models | None = None) -> Trace:
     """Run one optimizer step in its steady state, then an evaluation, on fake tensors.
 
-    Steady state: optimizer states exist, and with accumulation so do the gradients of the micro-batches before. With
-    `models`, those are used again; the trace is the same.
+    In the steady state the optimizer's states exist, and with accumulation so do gradients of earlier micro-batches.
+    The models in `models` are used again, and the trace is the same as without them.
     """
     models, config = models or Models(), setting.config
     try:
@@ -166,7 +166,7 @@ def trace_step(setting: StepSetting, models: Models | None = None) -> Trace:
     except FinetuneError:
         raise
     except Exception as error:
-        # Foreign code on fake tensors: what it may raise has no bounds.
+        # Foreign code on fake tensors may raise anything.
         raise ForecastError(
             f"`model.name`: `{config.model.name}` ({setting.architecture.model_type}) with `optimizer.kind: "
             f"{config.optimizer.kind}` and `training.objective: {config.training.objective}` cannot be forecast (a "
@@ -208,7 +208,7 @@ def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) ->
 
 
 class _TracedStep:
-    """A job's model and optimizer on fake tensors, and the phases of its steps."""
+    """A job's model and optimizer on fake tensors, on which the phases of a step are run and recorded."""
 
     def __init__(
         self, setting: StepSetting, mode: FakeTensorMode, recorder: TraceRecorder, shortening: Shortening,
@@ -249,7 +249,7 @@ class _TracedStep:
         )
 
     def _measure(self, base: Any) -> None:
-        """Keep the figures of the whole base before it is shortened."""
+        """Count the parameters of the whole base, before it is shortened."""
         head, adapted = base.get_output_embeddings(), adapter.adapted_experts(base, self._config.adapter)
         linear = [
             module.weight.numel()
@@ -262,16 +262,16 @@ class _TracedStep:
             if path.endswith(tuple(adapted))
         ]
         parts = [head, *checkpointing.layers(base)]
-        self._of_base = {
-            "parameters": sum(weight.numel() for weight in base.parameters()),
-            "largest_weight": max(linear + fused, default=0),
-            "largest_part": max(sum(weight.numel() for weight in part.parameters()) for part in parts),
-            "mixture": mixture(base, self._config.quantization),
-        }
+        self._whole = WholeBase(
+            parameters=sum(weight.numel() for weight in base.parameters()),
+            largest_weight=max(linear + fused, default=0),
+            largest_part=max(sum(weight.numel() for weight in part.parameters()) for part in parts),
+            mixture=mixture(base, self._config.quantization),
+        )
 
     def _attach(self, base: Any, section: AdapterSection) -> Any:
         config, memory = self._config, self._config.memory
-        # Checkpointing is switched on for the sake of other settings; what is recomputed is chosen later.
+        # Other settings may recompute, so checkpointing is switched on; what is recomputed is chosen later.
         if memory.checkpointing in ("none", 0) and base.supports_gradient_checkpointing:
             memory = memory.model_copy(update={"checkpointing": "all"})
         return build.trainable(
@@ -296,35 +296,25 @@ class _TracedStep:
             if self._step.objective.reference and self._config.caches_reference:
                 self.score(setting.reference or setting.train)
         return replace(
-            self.recorder.trace(), routed=self._routing.matters, trained_share=self.trained_share,
-            saved_bytes=self.engine.saved_bytes(), **self._of_base,
+            self.recorder.trace(), base=self._whole, routed=self._routing.matters, trained_share=self.trained_share,
+            saved_bytes=self.engine.saved_bytes(),
         )  # fmt: skip
 
     def change(self, setting: StepSetting, kept: _KeptLayers) -> None:
-        """Become the model of another setting with layers of the same kinds."""
+        """Serve another setting, whose layers are of the same kinds."""
         self._media = setting.media
         self._configure(setting.config)
         self.kept = kept
         checkpointing.choose(self._base, kept.levels)
 
     def rewound(self) -> bool:
-        """Forget the step, so that another can be traced; False if it did not leave the model as it was."""
+        """Forget the step, so that another can be traced; False if the step did not leave the model as it was."""
         self.recorder.phase = "after"
         self._computed_last = None
         for module in self._model.modules():
-            if "rope_deltas" in vars(module):  # models of images keep it from the last batch, for generation
+            if "rope_deltas" in vars(module):  # models with vision keep it from the last batch, for generation
                 module.rope_deltas = None
         return self.recorder.rewind(self._start)
-
-    def _once(self, what: Hashable, record: Callable[[], None]) -> None:
-        """Record work that depends only on `what`, in a phase of its own; later calls repeat the recording."""
-        if what in self._repeatable:
-            self.recorder.repeat(self._repeatable[what])
-            return
-        start = self.recorder.state()
-        record()
-        if recorded := self.recorder.since(start):
-            self._repeatable[what] = recorded
 
     def make_step(self, setting: StepSetting) -> None:
         """The step, as `training.assembly` makes it."""
@@ -350,7 +340,7 @@ class _TracedStep:
             monitor=TracedMonitor(self.recorder),
             noise=_TracedNoise(self._model, alpha, 0) if (alpha := config.training.neftune_noise_alpha) else None,
         )
-        self._watch()
+        self._follow_passes()
 
     def _make_engine(self, setting: StepSetting, optimizer: torch.optim.Optimizer) -> TracedEngine:
         layer_of = {weight: number for number, layer in enumerate(self._layers) for weight in layer.parameters()}
@@ -377,58 +367,51 @@ class _TracedStep:
             engine.attach()
         return engine
 
-    # -- which layer an allocation belongs to ----------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        """Follow the pass through the layers: forward by hooks on modules, backward by hooks on their outputs."""
+    def _follow_passes(self) -> None:
+        """Tell the recorder a pass's layer: forward by hooks on modules, backward by hooks on their outputs."""
         recorder = self.recorder
-        for number, layer in enumerate(self._layers):
-            # Runs before a sharded layer's own hooks, which gather its weights.
-            layer.register_forward_pre_hook(self._enters(number), with_kwargs=True, prepend=True)
-            layer.register_forward_hook(self._leaves(number), prepend=True)
 
-        def entered(module: Any, args: Any) -> None:
-            recorder.category = "activations"
+        def on_gradient(hidden: torch.Tensor, layer: int | None) -> None:
+            def arrived(gradient: torch.Tensor) -> None:
+                recorder.layer, recorder.category = layer, "activations"
 
-        def left(module: Any, args: Any, output: Any) -> None:
-            recorder.category = "loss"
-            self._on_gradient(output[0], None)
+            if hidden.requires_grad:
+                hidden.register_hook(arrived)
 
-        self._base.base_model.register_forward_pre_hook(entered)
-        self._base.base_model.register_forward_hook(left)
-
-    def _enters(self, number: int) -> Any:
-        def hook(module: Any, args: Any, kwargs: Any) -> None:
+        def enters_layer(number: int, layer: Any, args: Any, kwargs: Any) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
             if self._placement and number == 0:  # when this gradient arrives, all layers have reduced theirs
-                self._on_gradient(hidden, None)
-            self.recorder.layer = number
-            if module.gradient_checkpointing and module.training:
-                self.recorder.mark(hidden, "layer_inputs")
+                on_gradient(hidden, None)
+            recorder.layer = number
+            if layer.gradient_checkpointing and layer.training:
+                recorder.mark(hidden, "layer_inputs")
 
-        return hook
-
-    def _leaves(self, number: int) -> Any:
-        def hook(module: Any, args: Any, output: Any) -> None:
+        def leaves_layer(number: int, layer: Any, args: Any, output: Any) -> None:
             if number == len(self._layers) - 1:
-                self.recorder.layer = None
-            self._on_gradient(output[0] if isinstance(output, tuple) else output, number)
+                recorder.layer = None
+            on_gradient(output[0] if isinstance(output, tuple) else output, number)
 
-        return hook
+        def enters_base(base: Any, args: Any) -> None:
+            recorder.category = "activations"
 
-    def _on_gradient(self, hidden: torch.Tensor, layer: int | None) -> None:
-        def hook(gradient: torch.Tensor) -> None:
-            self.recorder.layer, self.recorder.category = layer, "activations"
+        def leaves_base(base: Any, args: Any, output: Any) -> None:
+            recorder.category = "loss"
+            on_gradient(output[0], None)
 
-        if hidden.requires_grad:
-            hidden.register_hook(hook)
+        for number, layer in enumerate(self._layers):
+            # `prepend`: before a sharded layer's own hooks, which gather its weights.
+            enters, leaves = functools.partial(enters_layer, number), functools.partial(leaves_layer, number)
+            layer.register_forward_pre_hook(enters, with_kwargs=True, prepend=True)
+            layer.register_forward_hook(leaves, prepend=True)
+        self._base.base_model.register_forward_pre_hook(enters_base)
+        self._base.base_model.register_forward_hook(leaves_base)
 
     # -- the phases ------------------------------------------------------------------------------------------------
 
     def load(self, then: str) -> None:
-        """Make and quantize the weights of the base module by module, `then` in another phase add the adapter.
+        """Make and quantize the base's weights module by module, then add the adapter in the phase `then`.
 
-        Weights are loaded one by one, so that no more than one is there in 16 bit, or the experts of one layer.
+        Weights are loaded one at a time, so that only one, or the experts of one layer, exists in 16 bit.
         """
         for module in self._fake.base_modules:
             self._fake.load(module)
@@ -461,9 +444,9 @@ class _TracedStep:
             yield
 
     def make_optimizer_states(self) -> None:
-        """The optimizer's first step, on gradients of zeros, as `training.largest_batch` takes it.
+        """Take the optimizer's first step, on gradients of zeros, as `training.largest_batch` does.
 
-        Weights that no loss reaches have a gradient there too, such as an adapter on an indexer of sparse attention.
+        There, weights that no loss reaches have a gradient too, such as an adapter on an indexer of sparse attention.
         """
         self.recorder.phase = "optimizer"
         optimizer = self.engine.optimizer
@@ -481,7 +464,7 @@ class _TracedStep:
         del start
 
     def step(self, batch: LargestBatch) -> None:
-        """Forward, backward and update in the steady state."""
+        """Run forward, backward and update in the steady state."""
         self.recorder.phase = "forward"
         micro_batches = per_step(self._rows, self._way, batch)
         if micro_batches > 1:
@@ -508,7 +491,7 @@ class _TracedStep:
         del inputs, others
 
     def _on_host(self, inputs: Any, count: int) -> list[torch.Tensor]:
-        """`count` more micro-batches, which wait in host memory; on a CPU that is what is forecast."""
+        """Make `count` more micro-batches, which wait in host memory; that is forecast on a CPU only."""
         if self._device.type != "cpu":
             return []
         with self.mode:
@@ -518,7 +501,7 @@ class _TracedStep:
         return made
 
     def _random_state(self) -> torch.Tensor | None:
-        """A `RandomState` that the loop keeps to restore, in host memory as well."""
+        """Make a `RandomState` that the loop keeps to restore, which also lies in host memory."""
         if self._device.type != "cpu":
             return None
         with self.mode:
@@ -527,46 +510,60 @@ class _TracedStep:
         return state
 
     def evaluate(self, batch: LargestBatch, train: LargestBatch) -> None:
-        """The evaluation of one batch, beside the micro-batches of the step `train` that the loop still holds."""
+        """Evaluate one batch, beside the micro-batches of the step `train` that the loop still holds."""
         count = per_step(self._rows, self._way, train)
-        layers = tuple(level != "none" for level in self.kept.levels)
-        what = (batch, train, count, self._config.memory.loss_tokens, layers)
-        self._once(what, functools.partial(self._evaluate, batch, train, count))
+        summed = functools.partial(
+            summed_loss, self._model, precision=self._config.training.precision, masked=self._step.masked
+        )
 
-    def _evaluate(self, batch: LargestBatch, train: LargestBatch, count: int) -> None:
-        self.recorder.phase = "evaluation"
-        held = self._inputs(train)
-        # The images of one of the step's micro-batches are still there.
-        waiting = self._on_host({name: value for name, value in held.items() if name != MEDIA}, count)
-        waiting += self._on_host(held.get(MEDIA, {}), count - 1)
-        del held
-        start = self._random_state()
-        inputs, objective = self._inputs(batch), self._step.objective
-        loss = functools.partial(summed_loss, precision=self._config.training.precision, masked=self._step.masked)
-        with self._recording():
-            mean = None
-            if objective.step_mean:
-                mean = loss(self._model, [[apart(inputs)]], loss=objective.step_mean)[0]
-            loss(self._model, [[inputs]], loss=objective.evaluated, step_mean=mean)
-        del waiting, start
+        def record() -> None:
+            self.recorder.phase = "evaluation"
+            held = self._inputs(train)
+            # The images of one of the step's micro-batches are still there.
+            waiting = self._on_host({name: value for name, value in held.items() if name != MEDIA}, count)
+            waiting += self._on_host(held.get(MEDIA, {}), count - 1)
+            del held
+            start = self._random_state()
+            inputs, objective = self._inputs(batch), self._step.objective
+            with self._recording():
+                mean = None
+                if objective.step_mean:
+                    mean = summed([[apart(inputs)]], loss=objective.step_mean)[0]
+                summed([[inputs]], loss=objective.evaluated, step_mean=mean)
+            del waiting, start
+
+        self._once((batch, train, count, *self._computed_alike()), record)
 
     def score(self, batch: LargestBatch) -> None:
-        """The largest batch of the pass that scores the reference."""
-        layers = tuple(level != "none" for level in self.kept.levels)
-        what = ("reference", batch, self._config.memory.loss_tokens, layers)
-        for _ in range(1 + self._way.layout.apart):  # the segments that go apart are as many and as long
-            self._once(what, functools.partial(self._score, batch))
+        """Score the reference for the largest batch of that pass."""
 
-    def _score(self, batch: LargestBatch) -> None:
-        self.recorder.phase = "reference"
-        start = self._random_state()
-        inputs = self._inputs(batch)
-        with self._recording(), reference_scores.starting(self._model, self._config.adapter):
-            summed_loss(
-                self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
-                loss=reference_scores.scoring([]),
-            )  # fmt: skip
-        del start
+        def record() -> None:
+            self.recorder.phase = "reference"
+            start = self._random_state()
+            inputs = self._inputs(batch)
+            with self._recording(), reference_scores.starting(self._model, self._config.adapter):
+                summed_loss(
+                    self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
+                    loss=reference_scores.scoring([]),
+                )  # fmt: skip
+            del start
+
+        for _ in range(1 + self._way.layout.apart):  # segments that are scored apart are as many and as long
+            self._once(("reference", batch, *self._computed_alike()), record)
+
+    def _once(self, what: Hashable, record: Callable[[], None]) -> None:
+        """Record work that depends only on `what`, in a phase of its own; later calls repeat the recording."""
+        if what in self._repeatable:
+            self.recorder.repeat(self._repeatable[what])
+            return
+        start = self.recorder.state()
+        record()
+        if recorded := self.recorder.since(start):
+            self._repeatable[what] = recorded
+
+    def _computed_alike(self) -> tuple[Hashable, ...]:
+        """What of the setting a pass without gradients depends on, besides its batch."""
+        return self._config.memory.loss_tokens, tuple(level != "none" for level in self.kept.levels)
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
@@ -612,7 +609,7 @@ class _TracedStep:
                 yield parameter, layer_of.get(parameter)
 
     def _inputs(self, batch: LargestBatch) -> Inputs:
-        """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
+        """A batch as the collator makes it. Where packed rows begin has values, which decide what attention takes."""
         # transformers looks for padding in a mask and, without one, for positions that restart as in packed rows.
         uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
         known = KnownValues() if batch.area else None
@@ -642,20 +639,21 @@ class _TracedStep:
 
 def _without_values(inputs: Inputs) -> Inputs:
     """Inputs whose tokens and masks are ones, as fake tensors have no values."""
-    return {
-        name: _without_values(value)
-        if isinstance(value, dict)
-        else [{key: torch.ones(one.shape, dtype=one.dtype) for key, one in each.items()} for each in value]
-        if name == MEDIA
-        else torch.ones_like(value)
-        if isinstance(value, torch.Tensor) and value.dim() > 1
-        else value
-        for name, value in inputs.items()
-    }
+    made: Inputs = {}
+    for name, value in inputs.items():
+        if isinstance(value, dict):
+            made[name] = _without_values(value)
+        elif name == MEDIA:
+            made[name] = [{key: torch.ones(one.shape, dtype=one.dtype) for key, one in row.items()} for row in value]
+        elif isinstance(value, torch.Tensor) and value.dim() > 1:
+            made[name] = torch.ones_like(value)
+        else:
+            made[name] = value
+    return made
 
 
 def _know(known: KnownValues, fake: Inputs, inputs: Inputs, *, padded: bool) -> None:
-    """Give `fake` inputs the values of `inputs`, except labels; if `padded`, the last token of the last row is none."""
+    """Give `fake` inputs the values of `inputs` but for labels; if `padded`, the last row ends with a padding token."""
     if padded:
         inputs["attention_mask"][-1, -1] = 0
     pairs = [(fake[name], value) for name, value in inputs.items() if name not in (MEDIA, "labels")]
@@ -666,12 +664,12 @@ def _know(known: KnownValues, fake: Inputs, inputs: Inputs, *, padded: bool) -> 
 
 
 def _tensors(inputs: Any) -> list[torch.Tensor]:
-    """The tensors of inputs, of the segments that go apart as well."""
+    """The tensors of inputs, those of segments that are scored apart included."""
     return [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
 
 
 class _TracedNoise(Noise):
-    """Noise for a micro-batch without values, whose padding is not known."""
+    """Noise for a micro-batch without values, whose padding is unknown."""
 
     def rows(self, inputs: Inputs, step: int) -> list[NoiseSpan]:
         rows, tokens = inputs["input_ids"].shape
