@@ -94,7 +94,7 @@ class CachingAllocator:
     """
 
     def __init__(self, capacity_bytes: int | None = None, *, expandable_segments: bool = False) -> None:
-        """`capacity_bytes`: what the driver can give to segments in all; None for no end."""
+        """`capacity_bytes`: what the driver can give to segments in all; None for no limit."""
         self.capacity_bytes = capacity_bytes
         self.expandable_segments = expandable_segments
         self.allocated_bytes = self.peak_allocated_bytes = 0
@@ -108,7 +108,7 @@ class CachingAllocator:
                 self._put_unmapped(_Block(pool, addresses, addresses, mapped=False))
 
     def allocate(self, size_bytes: int) -> int:
-        """Take a block for `size_bytes` and return its handle [malloc]. No bytes take no block.
+        """Take a block for `size_bytes` and return its handle [malloc]. A zero-byte request allocates nothing.
 
         Raises CapacityError where torch raises OutOfMemoryError; what was released on the way stays released.
         """

@@ -94,7 +94,7 @@ def forecast(
 def of(config: Config, architecture: Any, device: Device, *, rows: int, context: int, cache: str) -> Serving:
     """`forecast` of one KV cache, for a transformers config and a device."""
     caches.make(cache, architecture, context)
-    attention = _attention(config, architecture, device, rows)
+    attention = _attention(config.model.attention, config.training.precision, architecture, device, rows)
     trace = _Inference(config, architecture, device, attention, rows, context, cache).trace()
 
     def answer(replay: Replay) -> None:
@@ -103,19 +103,19 @@ def of(config: Config, architecture: Any, device: Device, *, rows: int, context:
 
     replay = replayed(trace, device, answer, (*CATEGORIES, KV_CACHE))
     return Serving(
-        device=device, attention=attention, peak_reserved_bytes=replay.peak_reserved_bytes,
-        host_bytes=replay.managed_peak_bytes, phases=replay.phases, categories=replay.at_peak(),
+        device=device, attention=attention, peak_allocated_bytes=replay.peak_allocated_bytes,
+        peak_reserved_bytes=replay.peak_reserved_bytes, host_bytes=replay.managed_peak_bytes, phases=replay.phases,
+        categories=replay.at_peak(), returns_segments=replay.is_limited,
         rows=rows, context=context, cache=cache,
         cache_bytes=sum(sign * block.bytes for _, block, sign in trace.timeline() if block.category == KV_CACHE),
     )  # fmt: skip
 
 
-def _attention(config: Config, architecture: Any, device: Device, rows: int) -> str:
+def _attention(asked: str, precision: str, architecture: Any, device: Device, rows: int) -> str:
     """The attention implementation: several rows need a mask for their padding, a single one does not."""
-    implementation = backends.planned(config.model.attention, architecture, device.type, config.training.precision)
+    implementation = backends.planned(asked, architecture, device.type, precision)
     capability = device.capability if device.type == "cuda" else None
-    flash = backends.has_flash(config.training.precision, capability)
-    if rows == 1 and backends.shares_keys(architecture) and not flash:
+    if rows == 1 and backends.shares_keys(architecture) and not backends.has_flash(precision, capability):
         return "eager"  # PyTorch's plain products, scores and all
     return implementation if implementation.startswith("eager") else "sdpa"
 
@@ -142,7 +142,7 @@ class _Inference:
         except FinetuneError:
             raise
         except Exception as error:
-            # Foreign code on fake tensors: what it may raise has no bounds.
+            # Foreign code on fake tensors may raise anything.
             raise ForecastError(
                 f"`model.name`: inference with `{self.config.model.name}` ({self.architecture.model_type}) cannot be "
                 f"forecast (it fails while it is traced: {type(error).__name__}: {first_line(error)})"
@@ -158,14 +158,14 @@ class _Inference:
             cache = traced.make_cache()
             traced.step("prompt", self.context - 1, self.context - 1, cache)
             traced.step("decoding", 1, self.context, cache)
-            # A copy, as what the model and the cache hold is freed from here on.
+            # A copy, as the memory of the model and of the cache is freed from here on.
             trace = recorder.trace()
             stretches = [replace(stretch, events=[*stretch.events]) for stretch in trace.stretches]
             return extrapolate(replace(trace, stretches=stretches), traced.fake.shortened)
 
 
 class _TracedInference:
-    """The model of an inference on fake tensors, and its passes."""
+    """The model of an inference on fake tensors, and the passes that are recorded on it."""
 
     def __init__(self, job: _Inference, mode: Any, recorder: TraceRecorder, shortening: Shortening) -> None:
         self._job, self._mode, self._recorder = job, mode, recorder
@@ -193,7 +193,7 @@ class _TracedInference:
         self._recorder.layer = None
 
     def make_cache(self) -> Any:
-        """The empty KV cache."""
+        """Make the empty KV cache."""
         job = self._job
         with self._mode:
             if job.cache == "offloaded" and job.device.type == "cuda":
@@ -203,7 +203,7 @@ class _TracedInference:
             return caches.make(kind, self.fake.base.config, job.context)
 
     def step(self, phase: str, tokens: int, length: int, cache: Any) -> None:
-        """A pass over `tokens` new tokens of each row, `length` with those in the cache, and the choice of the next."""
+        """Run `tokens` new tokens of each row, `length` with those in the cache, and choose the next token."""
         recorder, rows = self._recorder, self._job.rows
         recorder.phase, recorder.category = phase, "activations"
         with self._mode:

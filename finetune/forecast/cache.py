@@ -1,6 +1,6 @@
 """Forecasts kept in this user's cache: tracing a step takes seconds, and the next start of a job asks for the same.
 
-A file for each, named by a hash of everything that a forecast follows from but the memory that is free at the moment.
+Each has a file, named by a hash of everything that a forecast depends on, except the memory that is free at the moment.
 Deleting the folder only means tracing again.
 """
 
@@ -40,7 +40,7 @@ _MEMORY = ("budget_bytes", "outside_bytes")
 
 @dataclass(frozen=True)
 class Kept:
-    """The kept forecasts of a model on `gpus` devices of a kind, for the worst routing or the best (`evenly`)."""
+    """The kept forecasts of a model on `gpus` devices of a kind, for the worst routing, or an even one (`evenly`)."""
 
     architecture: Any
     device: Device
@@ -50,18 +50,20 @@ class Kept:
     def get(self, config: Config, batches: Sequence[LargestBatch | None], trace: Callable[[], Forecast]) -> Forecast:
         """The kept forecast of a step on these `batches`, or the one that `trace` makes, which is then kept."""
         if config.model.trust_remote_code or config.adapter.start_from:
-            return trace()  # follows from files that the key does not know
+            return trace()  # depends on files that the key does not know
         file = private.cache_folder() / _FOLDER / f"{self._key(config, batches)}.json"
         if kept := self._read(file):
             return kept
         made = trace()
+        memory = {name: getattr(made.device, name) for name in _MEMORY}
+        values = _adapter().dump_python(made, mode="json", exclude={"device"})
         with contextlib.suppress(OSError):
-            _remove_oldest(file.parent)
-            private.write(file, _dumped(made))
+            _make_room(file.parent)
+            private.write(file, pydantic_core.to_json({"memory": memory, **values}))
         return made
 
     def _read(self, file: Path) -> Forecast | None:
-        """The forecast in a file, on the device as it is now; None if it would be another one there."""
+        """The forecast in a file, on the device as it is now; None if it does not hold there."""
         if not (content := private.read(file)):
             return None
         try:
@@ -89,20 +91,13 @@ class Kept:
 
 
 def _holds(forecast: Forecast, now: Device) -> bool:
-    """Whether a forecast is the same with the memory that is free now: it follows from that if it is short."""
+    """Whether a forecast is the same with the memory that is free now, on which it depends where memory is short."""
     room, peak = forecast.device.room_bytes, forecast.peak_reserved_bytes
     if now.type == "cpu" or room == now.room_bytes:
         return True
     if peak > room:  # did not fit, even with idle segments given back
         return now.room_bytes < room
     return not forecast.returns_segments and peak <= now.room_bytes
-
-
-def _dumped(forecast: Forecast) -> bytes:
-    memory = {name: getattr(forecast.device, name) for name in _MEMORY}
-    return pydantic_core.to_json(
-        {"memory": memory, **_adapter().dump_python(forecast, mode="json", exclude={"device"})}
-    )
 
 
 @functools.cache
@@ -117,8 +112,8 @@ def _software() -> list[Any]:
     return [environment.packages(), environment.code_hash(), *processor]
 
 
-def _remove_oldest(folder: Path) -> None:
-    """Make room for another file."""
+def _make_room(folder: Path) -> None:
+    """Remove the oldest files where there are too many for another one."""
     if folder.is_dir():
         files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
         for file in files[_MOST_FILES - 1 :]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,9 +24,21 @@ def kinds(model: nn.Module) -> list[Hashable]:
     config: Any = model.config
     per_layer = _per_layer(config.get_text_config(), len(layers(model)))
     untrained = {model.get_submodule(name) for name in linear_layers.untrained(model)}
-    seeing = _layers_that_images_enter(model)
+    # To the outputs of the first layers a model of images may add features (DeepStack).
+    enriched = 0
+    if composite.beside_language(model):
+        enriched = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+
+    def make_up(part: nn.Module) -> Hashable:
+        shapes = tuple(tuple(weight.shape) for weight in part.parameters(recurse=False))
+        return type(part).__name__, shapes, part in untrained
+
     return [
-        (_make_up(layer, untrained), *(repr(values[number]) for values in per_layer.values()), number < seeing)
+        (
+            tuple((name, make_up(part)) for name, part in layer.named_modules()),
+            *(repr(values[number]) for values in per_layer.values()),
+            number < enriched,
+        )
         for number, layer in enumerate(layers(model))
     ]
 
@@ -36,15 +48,8 @@ def forms(model: nn.Module) -> list[Hashable]:
     return [tuple(tuple(recipes.remembered(part).items()) for part in layer.modules()) for layer in layers(model)]
 
 
-def _layers_that_images_enter(model: nn.Module) -> int:
-    """The number of first layers to whose outputs the model of images adds features (DeepStack)."""
-    if not composite.beside_language(model):
-        return 0
-    return len(getattr(model.config.vision_config, "deepstack_visual_indexes", None) or ())
-
-
 Named = dict[nn.Module, tuple[bool, int]]
-"""Modules that are adapted by their full names: whether a target is a pattern for it, and its rank."""
+"""Modules that are adapted by their full names, each with whether a pattern in the targets matches it, and its rank."""
 
 
 def adapted(model: nn.Module, section: AdapterSection) -> tuple[Named, list[Hashable]]:
@@ -62,13 +67,23 @@ def adapted(model: nn.Module, section: AdapterSection) -> tuple[Named, list[Hash
 def keep(model: nn.Module, kept: Sequence[int]) -> None:
     """Leave only these decoder layers in `model` and its config. Raises Scattered unless one list has them."""
     whole = layers(model)
-    holder, name = _holder(model, whole)
+    holder, list_name = next(
+        (
+            (module, name)
+            for module in model.modules()
+            for name, child in module.named_children()
+            if isinstance(child, nn.ModuleList) and list(child) == whole
+        ),
+        (None, ""),
+    )
+    if holder is None:
+        raise Scattered(f"{type(model).__name__} does not keep its layers in one list")
     config: Any = model.config
     text = config.get_text_config()
     for key, values in _per_layer(text, len(whole)).items():
         setattr(text, key, [values[number] for number in kept])
     text.num_hidden_layers = len(kept)
-    setattr(holder, name, nn.ModuleList([whole[number] for number in kept]))
+    setattr(holder, list_name, nn.ModuleList([whole[number] for number in kept]))
 
 
 def renamed(section: AdapterSection, model: nn.Module, named: Named) -> AdapterSection:
@@ -84,14 +99,6 @@ def renamed(section: AdapterSection, model: nn.Module, named: Named) -> AdapterS
     return section.model_copy(update={"targets": targets, "ranks": ranks})
 
 
-def _make_up(layer: nn.Module, untrained: Set[nn.Module]) -> Hashable:
-    def shapes(module: nn.Module) -> Hashable:
-        return tuple(tuple(weight.shape) for weight in module.parameters(recurse=False))
-
-    parts = layer.named_modules()
-    return tuple((name, type(part).__name__, shapes(part), part in untrained) for name, part in parts)
-
-
 def _per_layer(config: Any, count: int) -> dict[str, Any]:
     """The entries of a config that are lists with a value for each layer, such as `layer_types`."""
     return {
@@ -99,12 +106,3 @@ def _per_layer(config: Any, count: int) -> dict[str, Any]:
         for key, value in vars(config).items()
         if isinstance(value, (list, tuple)) and len(value) == count and not isinstance(value, str)
     }
-
-
-def _holder(model: nn.Module, whole: list[Any]) -> tuple[nn.Module, str]:
-    """The module that holds the list of layers, and the name it has there."""
-    for module in model.modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and list(child) == whole:
-                return module, name
-    raise Scattered(f"{type(model).__name__} does not keep its layers in one list")

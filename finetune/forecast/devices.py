@@ -296,7 +296,7 @@ def _cpu(budget: int | None) -> Device:
 def left_by_control_groups(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
     """Bytes that a container or a batch system still lets this process take; infinity without a limit.
 
-    Control groups of version 2: every group above sets a limit too, and what the page cache holds can be reclaimed
+    In control groups of version 2, every group above sets a limit too, and the page cache can be reclaimed
     (kernel documentation, admin-guide/cgroup-v2, `memory.max`, `memory.current`, `memory.stat`).
     """
     try:

@@ -34,7 +34,7 @@ class Shortened:
     """The layers to keep, and how their trace is to be repeated.
 
     `layers`: the indices kept; `unit`: for each of them its unit. `runs`: for each run of like units the kept ones that
-    stand for them. `sizes`: what the blocks' sizes of each kept unit follow from.
+    stand for them. `sizes`: for each kept unit, what decides the sizes of its blocks.
     """
 
     layers: tuple[int, ...]
@@ -44,14 +44,14 @@ class Shortened:
 
     @property
     def repeats(self) -> tuple[int, ...]:
-        """For each kept unit, for how many it stands."""
+        """For each kept unit, how many units it stands for."""
         return tuple(Counter(itertools.chain(*self.runs))[number] for number in range(len(self.sizes)))
 
 
 def shorten(kinds: Sequence[Hashable], sizes: Sequence[Hashable] = ()) -> Shortened:
     """The layers to keep of a model whose layers are of these kinds.
 
-    `sizes` says for each layer what its blocks' sizes follow from besides: layers of one kind make the same blocks.
+    Layers of one kind make the same blocks; `sizes` says for each layer what else decides the sizes of its blocks.
     """
     sizes = sizes or [None] * len(kinds)
     layers: list[int] = []
@@ -75,7 +75,7 @@ def shorten(kinds: Sequence[Hashable], sizes: Sequence[Hashable] = ()) -> Shorte
 
 
 def shorten_apart(kinds: Sequence[Hashable], sizes: Sequence[Hashable] = ()) -> Shortened:
-    """As `shorten`, with layers of other sizes as other kinds."""
+    """As `shorten`, taking layers with other sizes for other kinds."""
     return shorten(list(zip(kinds, sizes, strict=True)) if sizes else kinds)
 
 
@@ -109,10 +109,10 @@ def _units(sizes: Sequence[Hashable], start: int, size: int, times: int) -> list
 
 
 def _standing(sizes: Sequence[Hashable]) -> list[int]:
-    """For each unit of a run the kept one that stands for it.
+    """For each unit of a run, the kept one that stands for it.
 
-    Kept are the first, the last and the one before it, whose neighbour is like no other's, and of those between two of
-    each size: the second is there to be compared with the first.
+    Kept are the first, the last, and the one before the last, as no other unit has such a neighbour; and of those in
+    between two of each size, the second to be compared with the first.
     """
     stands = list(range(len(sizes)))
     like: dict[Hashable, list[int]] = {}
@@ -141,11 +141,11 @@ def extrapolate(trace: Trace, shortened: Shortened) -> Trace:
 
 
 class _BlockKey(NamedTuple):
-    """Which of its owner's blocks one is: like units have blocks of the same keys.
+    """Identifies a block among those of its owner: like units have blocks with the same keys.
 
-    `adopted`: whether it was made outside the layers. `number` counts the owner's blocks of one phase apart, as the
-    first layer makes fewer than the others in a backward pass that ends there, and not in what follows; and those of
-    one category, as decoding takes more workspace in some formats.
+    `adopted`: whether it was made outside the layers. `number` counts the owner's blocks by phase, as the first layer
+    makes fewer than the others in a backward pass that ends there but as many afterwards, and by category, as decoding
+    takes more workspace in some formats.
     """
 
     adopted: bool
@@ -206,7 +206,7 @@ class _Extrapolation:
         self._made: list[Stretch] = []
 
     def _adopt(self) -> set[int]:
-        """Blocks made outside the layers and freed by a unit, such as the gradient of its router, are that unit's."""
+        """Give a unit the blocks that it frees but that were made outside the layers, such as its router's gradient."""
         adopted = set()
         for stretch, unit in self._stretches:
             if unit is not None:
@@ -268,7 +268,11 @@ class _Extrapolation:
                 raise NotAlike(f"unit {other} of the layers frees what is below it, as unit {unit} does not")
         # The first and the last may come and go otherwise, but what stays with a layer is the same for all.
         like = [other for other in run if self._sizes[other] == self._sizes[unit]]
-        if len({frozenset(self._keeps(other).items()) for other in like}) > 1:
+        kept: dict[int | None, dict[str, int]] = {other: {} for other in like}  # bytes by category
+        for block, owner in zip(self._trace.blocks, self._owner, strict=True):
+            if owner in kept and block.category in _LASTING:
+                kept[owner][block.category] = kept[owner].get(block.category, 0) + block.bytes
+        if any(own != kept[unit] for own in kept.values()):
             raise NotAlike(f"what units {like[0]} to {like[-1]} of the layers keep differs")
         distances = {event.distance for _, events in done for event in events}
         if distances - {-1, 0, 1}:
@@ -283,27 +287,20 @@ class _Extrapolation:
             if event.distance == distance
         )
 
-    def _keeps(self, unit: int) -> Counter[str]:
-        """Bytes by category of the blocks that outlive a step."""
-        kept: Counter[str] = Counter()
-        for block, owner in zip(self._trace.blocks, self._owner, strict=True):
-            if owner == unit and block.category in _LASTING:
-                kept[block.category] += block.bytes
-        return kept
-
     def _done_by(self, unit: int) -> list[tuple[str, list[_RelativeEvent]]]:
         """The events of each stretch of a unit with their phase, expressed relative to the unit."""
+
+        def relative(event: int) -> _RelativeEvent:
+            number = abs(event) - 1
+            block, owner = self._trace.blocks[number], self._owner[number]
+            distance = None if owner is None else owner - unit
+            return _RelativeEvent(1 if event > 0 else -1, distance, self._keys[number], block.bytes)
+
         return [
-            (stretch.phase, [self._relative(event, unit) for event in stretch.events])
+            (stretch.phase, [relative(event) for event in stretch.events])
             for stretch, owner in self._stretches
             if owner == unit
         ]
-
-    def _relative(self, event: int, unit: int) -> _RelativeEvent:
-        number = abs(event) - 1
-        block, owner = self._trace.blocks[number], self._owner[number]
-        distance = None if owner is None else owner - unit
-        return _RelativeEvent(1 if event > 0 else -1, distance, self._keys[number], block.bytes)
 
     def _outside(self, stretch: Stretch) -> None:
         """Add a stretch outside the layers: what it does to a unit's blocks is done to those of each copy."""

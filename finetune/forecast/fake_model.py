@@ -1,6 +1,6 @@
-"""A job's model on fake tensors: the base and the adapter as training builds them, with as few layers as will do.
+"""A job's model on fake tensors: the base and the adapter as training builds them, with as few layers as suffice.
 
-What it takes to load is recorded module by module, as the weights are read and quantized.
+Its loading is recorded module by module, as the weights are read and quantized.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FakeModel:
         fake.fill(self.model, quantization, mode)
 
     def load(self, module: nn.Module) -> None:
-        """Record that a module's own weights are read, in 16 bit and quantized if training does that, and kept."""
+        """Record that a module's own weights are read, quantized where training quantizes them, and kept."""
         # A weight that is tied to another is read once.
         new = (weight for weight in module.parameters(recurse=False) if self._recorder.block(weight) is None)
         quantized = [weight for weight in new if fake.is_quantized(weight)]
@@ -75,7 +75,7 @@ class FakeModel:
         self.keep(module)
 
     def compute_buffers(self) -> None:
-        """Record that models compute their own buffers, once all weights are there; GPTBigCode's is a square mask."""
+        """Record that models compute their buffers once all weights are loaded; GPTBigCode's is a square mask."""
         for inner in reversed(self.base_modules):
             if isinstance(inner, PreTrainedModel) and any(True for _ in inner.buffers(recurse=False)):
                 self._recorder.layer, self._recorder.category = None, "workspace"
@@ -83,7 +83,7 @@ class FakeModel:
                     inner._init_weights(inner)  # noqa: SLF001 -- as `skeleton.random_base` and transformers do
 
     def keep(self, module: nn.Module) -> None:
-        """Count a module's own weights and buffers, if they are not counted yet."""
+        """Count a module's own weights and buffers, unless they are counted already."""
         recorder, layer = self._recorder, self._layer_of.get(id(module))
         for weight in module.parameters(recurse=False):
             for tensor in fake.quantization_state(weight):

@@ -39,9 +39,9 @@ def splitting(section: DistributedSection, world_size: int) -> Iterator[dist.Pro
 
 @contextlib.contextmanager
 def _first(size: int) -> Iterator[dist.ProcessGroup]:
-    """A group of the first `size` ranks, of those that are connected or of no others."""
+    """A group of the first `size` ranks: of those that are connected, or of ranks that do not exist."""
     if dist.is_initialized():
-        # In a run of several ranks only this one makes the group; a hashed name leaves the count of groups as it is.
+        # In a run of several ranks only this one makes the group; a hashed name does not change the count of groups.
         group = made = dist.new_group(list(range(size)), backend="fake", use_local_synchronization=True)
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)

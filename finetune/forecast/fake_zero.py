@@ -3,7 +3,7 @@
 The step, the optimizer and autograd are real, on fake tensors. Around them stand the buffers of DeepSpeed 0.19.8 with
 the config that `model.distributed.zero` gives it, made and freed where its source does (paths below
 deepspeed/runtime/zero). A flat buffer has the size that it has for the whole model, although fewer layers are traced.
-Not here: memory of a GPU that was freed on one stream waits for another before it is used again.
+Not modelled: reuse of memory across streams.
 """
 
 from __future__ import annotations

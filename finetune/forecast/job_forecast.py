@@ -30,13 +30,14 @@ WORDS = {
 
 @dataclass(frozen=True)
 class ReferencePass:
-    """Scoring the rows once, before the first step: seconds are bounds from below.
+    """Scoring the rows once, before the first step: seconds are bounds from below, and None where unknown.
 
-    `row_seconds` are those of a row of the largest micro-batch, `seconds` of all `rows`; None where these are unknown.
-    `in_step_seconds`: what it would take to compute the same in every step and evaluation of the run.
+    `work` is that of a micro-batch. `row_seconds` are those of a row of the largest micro-batch, `seconds` of all
+    `rows`. `in_step_seconds`: the time to compute the same in every step and evaluation of the run.
     """
 
-    row_seconds: float
+    work: Work = field(repr=False)
+    row_seconds: float | None = None
     rows: int | None = None
     seconds: float | None = None
     in_step_seconds: float | None = None
@@ -60,15 +61,18 @@ class DeviceMemory:
     """The memory that something takes on a device. All sizes in bytes.
 
     `phases` gives allocated and reserved bytes (on a CPU the same) without the context; `categories` adds up, at the
-    moment of the peak, to what is compared with the budget. `host_bytes` lie in host memory.
+    moment of the peak, to what is compared with the budget. `host_bytes` lie in host memory. With `returns_segments` it
+    fits only as the caching allocator gives idle segments back.
     """
 
     device: Device
     attention: str
+    peak_allocated_bytes: int
     peak_reserved_bytes: int
     host_bytes: int
     phases: dict[str, dict[str, int]]
     categories: dict[str, int]
+    returns_segments: bool = False
 
     @property
     def needed_bytes(self) -> int:
@@ -90,12 +94,10 @@ class Forecast(DeviceMemory):
 
     `work`, `tokens` and `seconds`, a bound from below for ranking settings, are those of one optimizer step. `curve`
     shows the memory over a step. `by_length`: what short micro-batches recompute, where less than the config says;
-    memory is then the most of any. With `returns_segments` the job fits only as the caching allocator gives idle
-    segments back. `scoring` is the work of a micro-batch of the `reference` pass, where there is one.
+    memory is then the most of any. `reference` is the pass that scores the reference, where there is one.
     """
 
     batch: LargestBatch
-    peak_allocated_bytes: int
     disk_bytes: int
     work: Work
     tokens: int
@@ -104,8 +106,6 @@ class Forecast(DeviceMemory):
     experts: Experts = Experts()
     ranks: Ranks = field(default_factory=Ranks)
     by_length: tuple[UpTo, ...] = ()
-    returns_segments: bool = False
-    scoring: Work | None = field(default=None, repr=False)
     reference: ReferencePass | None = None
 
     @property
@@ -139,8 +139,8 @@ class Forecast(DeviceMemory):
         }
         if experts.evenly_routed_bytes:
             shown["evenly_routed_bytes"] = experts.evenly_routed_bytes
-        if self.reference:
-            shown["reference"] = asdict(self.reference)
+        if self.reference and self.reference.row_seconds is not None:
+            shown["reference"] = {name: value for name, value in asdict(self.reference).items() if name != "work"}
         if self.by_length:
             shown["by_length"] = [asdict(each) for each in self.by_length]
         if ranks.gpus > 1 or ranks.sharing:
@@ -187,12 +187,13 @@ def make(trace: Trace, device: Device, batch: LargestBatch, attention: str, run:
     return Forecast(
         device=device,
         attention=attention,
+        peak_allocated_bytes=max(replay.peak_allocated_bytes, least),
         peak_reserved_bytes=max(replay.peak_reserved_bytes, least),
         host_bytes=replay.managed_peak_bytes + outside,
         phases=phases,
         categories=categories,
+        returns_segments=replay.is_limited,
         batch=batch,
-        peak_allocated_bytes=max(replay.peak_allocated_bytes, least),
         disk_bytes=run.disk_bytes,
         work=step,
         tokens=run.micro_batches * batch.positions // (run.ranks.sharing["context"] if run.ranks.sharing else 1),
@@ -200,8 +201,7 @@ def make(trace: Trace, device: Device, batch: LargestBatch, attention: str, run:
         curve=tuple(replay.curve),
         experts=Experts(trace.base.mixture, trace.routed),
         ranks=run.ranks,
-        returns_segments=replay.is_limited,
-        scoring=trace.work(("reference",)) if "reference" in phases else None,
+        reference=ReferencePass(trace.work(("reference",))) if "reference" in phases else None,
     )
 
 
@@ -218,18 +218,18 @@ def on(forecast: Forecast, device: Device) -> Forecast:
 
 
 def with_reference(forecast: Forecast, shares: int, rows: int | None, batches: float, in_step: float) -> Forecast:
-    """`forecast` with the pass, if it has one, that scores `rows` in `batches`, divided into `shares`.
+    """`forecast` with the seconds of the pass, if it has one, that scores `rows` in `batches`, divided into `shares`.
 
     Steps and evaluations would take `in_step` times as long.
     """
-    if not forecast.scoring:
+    if not forecast.reference:
         return forecast
-    each = _seconds(forecast.scoring, forecast.device) / shares
-    row = ReferencePass(round(each / len(forecast.batch.by_row), 6))
-    if rows is None:
-        return replace(forecast, reference=row)
-    seconds = [round(each * batches * times, 4) for times in (1, in_step)]
-    return replace(forecast, reference=ReferencePass(row.row_seconds, rows, *seconds))
+    each = _seconds(forecast.reference.work, forecast.device) / shares
+    scored = replace(forecast.reference, row_seconds=round(each / len(forecast.batch.by_row), 6))
+    if rows is not None:
+        seconds, in_step_seconds = (round(each * batches * times, 4) for times in (1, in_step))
+        scored = replace(scored, rows=rows, seconds=seconds, in_step_seconds=in_step_seconds)
+    return replace(forecast, reference=scored)
 
 
 def with_shorter(longest: Forecast, shorter: Mapping[UpTo, Forecast]) -> Forecast:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.forecast import operators
 
-# Numbers of a tensor: no program reads a larger one, such as a mask (rows, 1, tokens, tokens).
+# Elements of a tensor: no program reads a larger one, such as a mask (rows, 1, tokens, tokens).
 _MOST = 2**20
 
 
@@ -27,7 +27,7 @@ class KnownValues:
         self._values = WeakTensorKeyDictionary()
 
     def know(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Say what a fake tensor would hold."""
+        """Record the value that a fake tensor would hold."""
         self._values[tensor] = value
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -70,16 +70,13 @@ class KnownValues:
         if small and not random and self.know_all([args, kwargs]):
             for output, value in zip(outputs, _tensors(self.computed(func, args, kwargs)), strict=True):
                 self.know(output, value)
-        elif operators.schema(func).is_mutable:
+        elif operators.schema(func).is_mutable:  # forget the values of the outputs, and of all views of them
             for output in outputs:
-                self._forget(output)
-
-    def _forget(self, tensor: torch.Tensor) -> None:
-        """Forget the value of a tensor, and of all views of it."""
-        if (value := self.of(tensor)) is not None:
-            storage = value.untyped_storage().data_ptr()
-            for other in [one for one, its in self._values.items() if its.untyped_storage().data_ptr() == storage]:
-                del self._values[other]
+                if (value := self.of(output)) is None:
+                    continue
+                storage = value.untyped_storage().data_ptr()
+                for other in [one for one, its in self._values.items() if its.untyped_storage().data_ptr() == storage]:
+                    del self._values[other]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -1,4 +1,5 @@
-"""Memory that a device's kernels allocate internally: the one place for everything that a trace of operators misses.
+"""The one place for everything that a trace of operators misses: memory within an operator, memory outside the
+allocator, and the operations of kernels that torch's table does not know.
 
 Some operators are implemented in Python; those are decomposed, so that their parts are traced. Others allocate scratch
 memory in a compiled kernel; each such term cites its source. Nothing is fitted to measurements.
@@ -84,7 +85,7 @@ def cpu() -> DeviceOperators:
 def cuda(*, triton: bool = True) -> DeviceOperators:
     """A CUDA card, from compute capability 7.5 to 12.0: bitsandbytes' optimizers are single kernels there.
 
-    Without `triton` the loss is of torch's operators, as on a CPU.
+    Without `triton` the loss is computed by torch's operators, as on a CPU.
     """
     return DeviceOperators(
         python={
@@ -296,7 +297,7 @@ _IN_PARTS: dict[str, Callable[..., None]] = {
 
 
 def _of_parts(name: str, args: Sequence[Any], on: str) -> list[int]:
-    """The most that such a program holds at a time `on` a type of device, beside its arguments."""
+    """The most bytes that such a program holds at once on a type of device, beside its arguments."""
     weight = args[2 if name == "finetune::pack_" else 0]
     return [_held_by_a_part(name, packed.part_shape(weight.shape), weight.dtype, args[-1], on)]
 
@@ -364,7 +365,7 @@ def _casts(func: Any, operands: list[Any], written: Any) -> list[int]:
 
 
 def _of_product(left: Any, right: Any) -> list[int]:
-    """Temporary memory of a CPU in a product of two matrices or two batches of matrices."""
+    """Temporary memory of a product of two matrices, or two batches of matrices, on a CPU."""
     batch, rows, columns = left.shape[:-2].numel(), left.shape[-2], right.shape[-1]
     operations = 2 * left.numel() * columns
     if left.dtype is torch.bfloat16 and left.dim() == 2 and operations <= _MOST_ASKED and _multiplies_bfloat16():
@@ -462,7 +463,7 @@ _PRODUCTS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
 
 
 def _laid_out_anew(name: str, args: Any) -> list[int]:
-    """Copies of batched 16-bit matrices that are contiguous neither by rows nor by columns, such as heads side by side.
+    """Copies of batched 16-bit matrices that are contiguous neither by rows nor by columns, such as those of heads.
 
     (torch 2.13, aten/src/ATen/native/mkldnn/Matmul.cpp, which takes such products from MKL.)
     """
@@ -679,33 +680,31 @@ _IS_CAUSAL = {_FLASH: 4, f"{_FLASH}_backward": 7, _VARLEN: 7, f"{_VARLEN}_backwa
 
 
 def _flops_on_cuda() -> dict[str, Callable[..., int]]:
-    causal = {name: _causal_half(name) for name in _IS_CAUSAL}
+    def halved_if_causal(name: str) -> Callable[..., int]:
+        """FlashAttention leaves out the blocks above the diagonal."""
+
+        def flops(*args: Any, **kwargs: Any) -> int:
+            return _FLOPS[name](*args, **kwargs) // (2 if _is_causal(name, args, kwargs) else 1)
+
+        return flops
+
     onto = ("aten::addmm_", "finetune::multiply_", "finetune::multiply_joined_", "finetune::add_product_")
     return {
-        **_FLOPS, **causal, "finetune::product": lambda left, right, *_, **__: 2 * left.numel() * right.shape[1],
+        **_FLOPS, **{name: halved_if_causal(name) for name in _IS_CAUSAL},
+        "finetune::product": lambda left, right, *_, **__: 2 * left.numel() * right.shape[1],
         "finetune::gated": _gated, "finetune::gated_backward_": _gated_backward,
         **dict.fromkeys(onto, lambda held, left, right, *_, **__: 2 * left.numel() * right.shape[1]),
     }  # fmt: skip
 
 
 def _gated(gate: Any, up: Any, activation: str, room: int = 0, factor: Any = None, *_: Any, **__: Any) -> int:
-    """The product with a factor."""
+    """The product with a factor, if there is one."""
     return 0 if factor is None else 2 * gate.numel() * len(factor)
 
 
 def _gated_backward(gate: Any, up: Any, da: Any, activation: str, *lows: Any, **__: Any) -> int:
-    """Those with s, and with what the two halves took."""
+    """The products with `s`, `of_gate` and `of_up`."""
     return 2 * gate.numel() * sum(low.shape[1] for low in lows[:3])
-
-
-def _causal_half(name: str) -> Callable[..., int]:
-    """Its formula, halved where attention is causal: FlashAttention leaves out the blocks above the diagonal."""
-    formula = _FLOPS[name]
-
-    def flops(*args: Any, **kwargs: Any) -> int:
-        return formula(*args, **kwargs) // (2 if _is_causal(name, args, kwargs) else 1)
-
-    return flops
 
 
 def _is_causal(name: str, args: Any, named: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Plays the allocations of a traced step, and of what a run does around it, on a device.
+"""Play the allocations of a traced step, and of what a run does around it, on a device.
 
 For CUDA they go through the model of the caching allocator; for a CPU the live tensors count.
 """
@@ -108,7 +108,7 @@ class Replay:
         self._peak_live: dict[str, int] = dict(self._live)
         self._peak_allocated = 0
         self._recording = False
-        self._seen = self._fullest = 0
+        self._seen = self._fullest = 0  # events so far, and the most bytes among the last `_stride` of them
         self._stride = 1
         self.phases: dict[str, dict[str, int]] = {}
         self.managed_peak_bytes = 0
@@ -129,8 +129,8 @@ class Replay:
         return loaded
 
     def train(self, run: RunSetting) -> None:
-        """The load, a pass of the reference, two steps (the second meets the segments of the first), a save, and the
-        evaluation.
+        """Play the load, the pass of the reference, two steps (the second meets the segments of the first), a save, and
+        the evaluation.
         """
         stretches = [stretch for stretch in self._trace.stretches if stretch.phase != "reference"]
         phases = [stretch.phase for stretch in stretches]
@@ -151,7 +151,10 @@ class Replay:
         self._begin_again(step)
         self._recording = True
         self._stride = max(1, sum(len(stretch.events) for stretch in step) // _CURVE_POINTS)
-        copy_bytes = self._copy_bytes(run)
+        copy_bytes = 0
+        if self._device.type == "cpu" and run.checkpoint_bytes:  # a checkpoint copies within the device's own memory
+            # The state of torch's random numbers is copied before weights and states are (`RandomState`).
+            copy_bytes = max(run.checkpoint_bytes, torch.get_rng_state().nbytes)
         with self._saving(copy_bytes if run.saves_between else 0):  # the update waits until the copy is written
             self.play(stretches[first:update])
         self.play(stretches[update:end])
@@ -159,13 +162,6 @@ class Replay:
         with self._saving(copy_bytes):
             self._see("save")
         self.play(stretches[end:])
-
-    def _copy_bytes(self, run: RunSetting) -> int:
-        """Bytes that a checkpoint copies in the device's own memory: on a CPU, which has no other."""
-        if self._device.type != "cpu" or not run.checkpoint_bytes:
-            return 0
-        # The state of torch's random numbers is copied before weights and states are (`RandomState`).
-        return max(run.checkpoint_bytes, torch.get_rng_state().nbytes)
 
     def _join_processes(self) -> None:
         """Play the copies that DistributedDataParallel makes of the model, and the buckets that it keeps."""
@@ -223,38 +219,38 @@ class Replay:
                     self.managed_peak_bytes = max(self.managed_peak_bytes, self._managed)
                     continue
                 self._live[block.category] += sign * block.bytes
-                self._allocate(abs(event), block.bytes) if sign > 0 else self._free(abs(event), block.bytes)
                 if sign > 0:
+                    self._allocate(event, block.bytes)
                     self._see(_SHOWN_AS.get(stretch.phase, stretch.phase))
+                else:
+                    self._free(-event, block.bytes)
                 if self._recording:
                     self._draw(stretch.phase)
 
     def _begin_again(self, step: list[Stretch]) -> None:
-        """Bring what a pass leaves into the state in which the next one begins."""
+        """Bring what a step leaves into the state in which the next one begins."""
         events = {event for stretch in step for event in stretch.events}
         left = [number for number in sorted(events) if number > 0 and -number not in events]
         left = [number for number in left if not self._trace.blocks[number - 1].managed]
-        self._free_leftovers(left)
-        self._put_into_old_place(left, sorted(-event for event in events if event < 0 and -event not in events))
 
-    def _free_leftovers(self, left: list[int]) -> None:
-        """Free activations and the like: the next pass makes its own."""
+        # The next pass makes its own activations and the like.
         for number in left:
             block = self._trace.blocks[number - 1]
             if block.category in _TRANSIENT:
                 self._live[block.category] -= block.bytes
                 self._free(number, block.bytes)
+        if self._allocator is None:
+            return
 
-    def _put_into_old_place(self, left: list[int], freed: list[int]) -> None:
-        """Give a state that the optimizer makes anew (transformers' Adafactor) the handle of the one that it freed."""
+        # A state that the optimizer makes anew (transformers' Adafactor) gets the handle of the one that it freed.
         old: dict[tuple[str, int], list[int]] = {}
-        for number in freed:
+        for number in sorted(-event for event in events if event < 0 and -event not in events):
             block = self._trace.blocks[number - 1]
             old.setdefault((block.category, block.bytes), []).append(number)
         for number in left:
             block = self._trace.blocks[number - 1]
             same = old.get((block.category, block.bytes))
-            if self._allocator and same and block.category not in _TRANSIENT:
+            if same and block.category not in _TRANSIENT:
                 self._handles[same.pop(0)] = self._handles.pop(number)
 
     def _draw(self, phase: str) -> None:
@@ -266,7 +262,7 @@ class Replay:
         self._seen += 1
 
     def _add(self, size: int, category: str) -> None:
-        """A block that stays."""
+        """Allocate a block that stays."""
         self._live[category] += size
         self._allocate(0, size)
 

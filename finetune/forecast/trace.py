@@ -72,12 +72,12 @@ class Stretch:
     work: Work = field(default_factory=Work)
 
     def moved(self, by: int) -> Stretch:
-        """The same, of blocks whose numbers are that much higher."""
+        """The same stretch, of blocks whose numbers are higher `by` as many."""
         return Stretch(self.phase, self.layer, moved(self.events, by), replace(self.work))
 
 
 def moved(events: Iterable[int], by: int) -> list[int]:
-    """Events of blocks whose numbers are that much higher."""
+    """The same events, of blocks whose numbers are higher `by` as many."""
     return [event + by if event > 0 else event - by for event in events]
 
 

@@ -1,4 +1,4 @@
-"""The engine of a traced step: what rank 0 computes, on fake tensors, and what a trace asks of it besides.
+"""The engine of a traced step: what rank 0 computes on fake tensors, and what a trace needs besides.
 
 `TracedEngine` is for a rank that holds all of the model. A strategy that shares the model in another way has a subclass
 of it in ENGINES of `engines`.
@@ -28,8 +28,8 @@ from finetune.runtime import patches
 class Traced:
     """A model on fake tensors, with few of its layers, and how rank 0 of `ranks` shares it.
 
-    `layer_of` gives the layer of each trained weight, and `whole` the numbers of the weights of a group in the whole
-    model. With `on_gpu` what is offloaded lies in host memory, which is not the device's.
+    `layer_of` gives the layer of each trained weight, and `whole` the sizes in elements of a group's weights in the
+    whole model. With `on_gpu`, offloaded tensors lie in host memory, which is not the device's.
     """
 
     model: Any
@@ -47,7 +47,7 @@ class TracedEngine(OneProcess):
     """The engine of a step whose model, optimizer and autograd are real, on fake tensors."""
 
     reusable = True
-    """Whether the model is afterwards as it was, for another step to be traced."""
+    """Whether a step leaves the model as it was, so that another can be traced."""
     updates_weights = True
     """Whether the optimizer updates the weights themselves, by their gradients."""
     keeps_gradients = True
@@ -86,7 +86,7 @@ class TracedEngine(OneProcess):
         """Allocate what the step's micro-batches before the traced one have left; within a recording."""
 
     def saved_bytes(self) -> dict[str, int] | None:
-        """Bytes of the trained weights and their states in a checkpoint, by category; None for those of the trace."""
+        """Bytes of the trained weights and their states in a checkpoint, by category; None where the trace has them."""
         return None
 
 

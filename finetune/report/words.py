@@ -252,14 +252,15 @@ def reference(config: Config, forecast: Forecast | None, in_step: float) -> dict
         return {}
     if not config.caches_reference:
         return {"reference": f"the base, computed in each step: {in_step:.2g} times the time of scoring all rows once"}
-    if forecast and forecast.reference:
-        return scoring(forecast)
+    if forecast and (scored := scoring(forecast)):
+        return scored
     return {"reference": "the starting model, which scores all rows before the first step"}
 
 
 def scoring(forecast: Forecast) -> dict[str, str]:
     """The pass that scores the reference: `2,400 rows scored before the first step in at least 95 s, ...`."""
-    if not (scored := forecast.reference):
+    scored = forecast.reference
+    if scored is None or scored.row_seconds is None:
         return {}
     if scored.seconds is None or scored.in_step_seconds is None:
         many = f"1,000 in at least {_bound(1000 * scored.row_seconds)}"

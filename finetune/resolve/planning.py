@@ -156,7 +156,7 @@ class Planner:
     def with_reference(self, config: Config, forecast: Forecast) -> Forecast:
         """`forecast` with the seconds of the pass that scores the reference, if there is one."""
         shares, data = config.distributed.shares(self.gpus), self.data
-        if forecast.scoring is None or data is None:
+        if forecast.reference is None or data is None:
             return job_forecast.with_reference(forecast, shares, None, 0, 0)
         way = micro_batching(config, self.architecture)
         batches = reference_scores.positions(way, data, self._share(config)) / forecast.batch.positions

@@ -60,7 +60,7 @@ def serving(_: RunDirectory) -> View:
     planned = _forecast()
     return ServingView(
         Serving(
-            device=planned.device, attention=HOSTILE, peak_reserved_bytes=planned.peak_reserved_bytes, host_bytes=1,
+            device=planned.device, attention=HOSTILE, peak_allocated_bytes=1, peak_reserved_bytes=1, host_bytes=1,
             phases=planned.phases, categories=planned.categories, rows=2, context=64, cache="dynamic", cache_bytes=1,
         )
     )  # fmt: skip
