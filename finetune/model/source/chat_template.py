@@ -131,8 +131,12 @@ def text(
     With `marks`, also the character spans that the template marks as the assistant's (`{% generation %}`). Raises
     ArtifactError for a template that is invalid or violates the sandbox, and whatever the template itself raises.
     """
-    parts = _reads_parts_alone(tokenizer)
-    return _rendered(tokenizer, [_as_read(message, parts) for message in messages], tools, prompt, marks)
+    read = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    if _reads_parts_alone(tokenizer):
+        for message in read:
+            if isinstance(content := message.get("content"), str):
+                message["content"] = [{"type": "text", "text": content}]
+    return _rendered(tokenizer, read, tools, prompt, marks)
 
 
 def _rendered(
@@ -152,14 +156,6 @@ def _rendered(
             **tokenizer.special_tokens_map,
         )
     return rendered, marked[0] if marks else []
-
-
-def _as_read(message: dict[str, Any], parts: bool) -> dict[str, Any]:
-    """A message without empty fields; with `parts`, its text is a list of them."""
-    message = {key: value for key, value in message.items() if value is not None}
-    if parts and isinstance(text := message.get("content"), str):
-        message["content"] = [{"type": "text", "text": text}]
-    return message
 
 
 def ids(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool = False) -> list[int]:

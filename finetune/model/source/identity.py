@@ -1,4 +1,4 @@
-"""The identity of a base model: a hash of its config, of every byte of its weights, and of what makes its images."""
+"""The identity of a base model: a hash of its config, of every byte of its weights, and of its image processor."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from finetune.storage.files import builtin
 
 BUILTIN_BASE = "builtin:tiny-llama"
 IMAGE_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
-"""The files of what makes a base's images, beside its tokenizer."""
+"""The files of a base's image processor, beside its tokenizer."""
 
 # The libraries read whole JSON files. A large vocabulary takes tens of MB.
 _JSON_BYTES = 128 * 2**20
@@ -39,15 +39,26 @@ T = TypeVar("T")
 
 def locate(name: str) -> str:
     """The directory or hub name for transformers to load. Raises ArtifactError for a name that is neither."""
-    if name.startswith("builtin:"):
-        return _builtin(name)
     path = Path(name)
+    if name.startswith("builtin:"):
+        if name != BUILTIN_BASE:
+            raise ArtifactError(f"model {unknown(name, [BUILTIN_BASE])}")
+        path = builtin("tiny-llama")
+        if (path / "config.json").is_file():
+            return str(path)
+        raise ArtifactError(f"{BUILTIN_BASE} is missing from this installation; make it with data/build_tiny_llama.py")
     if path.suffix.lower() == ".gguf" and path.is_file():
         from finetune.model.source import gguf_base
 
         return str(gguf_base.unpacked(path))
     if path.is_dir():
-        return _checked(name)
+        if (path / "config.json").is_file():
+            return _bounded(path)
+        others = [what for file, what in _WITHOUT_CONFIG.items() if (path / file).is_file()]
+        what = others[0] if others else "this one has none: download the model again"
+        if found := sorted(path.glob("*.gguf")):
+            what = f"this one has GGUF files: name one of them, such as {found[0]}"
+        raise ArtifactError(f"{name}: a model directory needs config.json; {what}")
     if name.startswith(_HUB):
         raise ArtifactError(f"{name}: give the model's name on the hub: {name.removeprefix(_HUB)}")
     if name.lower().endswith("gguf"):
@@ -60,26 +71,6 @@ def locate(name: str) -> str:
             "spelling"
         )
     return name
-
-
-def _builtin(name: str) -> str:
-    if name != BUILTIN_BASE:
-        raise ArtifactError(f"model {unknown(name, [BUILTIN_BASE])}")
-    folder = builtin("tiny-llama")
-    if (folder / "config.json").is_file():
-        return str(folder)
-    raise ArtifactError(f"{BUILTIN_BASE} is missing from this installation; make it with data/build_tiny_llama.py")
-
-
-def _checked(name: str) -> str:
-    folder = Path(name)
-    if not (folder / "config.json").is_file():
-        others = [what for file, what in _WITHOUT_CONFIG.items() if (folder / file).is_file()]
-        what = others[0] if others else "this one has none: download the model again"
-        if found := sorted(folder.glob("*.gguf")):
-            what = f"this one has GGUF files: name one of them, such as {found[0]}"
-        raise ArtifactError(f"{name}: a model directory needs config.json; {what}")
-    return _bounded(folder)
 
 
 def locate_tokenizer(name: str) -> str:

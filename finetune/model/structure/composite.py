@@ -62,7 +62,7 @@ def is_language_alone(model: Any) -> bool:
 def beside_language(model: Any) -> list[str]:
     """Names of the parts of a whole model beside its decoder and its head: the model of images, and what follows it.
 
-    None for a model of text, or one whose other parts were left out.
+    Empty for a model of text, or one whose other parts were left out.
     """
     if is_language_alone(model) or "vision_config" not in getattr(model.config, "sub_configs", {}):
         return []
@@ -74,7 +74,7 @@ def beside_language(model: Any) -> list[str]:
 
 
 def adapt_images(model: Any) -> None:
-    """Let adapters on the model of images in `model` count as trained, as rows with images do train them."""
+    """Let adapters on the model of images in `model` count as trained, since rows with images train them."""
     encoder = model.get_encoder(modality="image")
     [part] = (name for name, module in model.named_modules() if module is encoder)
     linear_layers.trained_by_images(model, part)
@@ -83,24 +83,18 @@ def adapt_images(model: Any) -> None:
 @functools.cache
 def _language_alone(known: type) -> type:
     """`known`, a class of composite models, made without the models beside its language model."""
+    from transformers import PreTrainedModel
 
     def init(model: Any, config: Any, *arguments: Any, **named: Any) -> None:
         known.__init__(model, config, *arguments, **named)  # type: ignore[misc]
-        _leave_out(model)
+        decoder = model.get_decoder()
+        inside, ignored = set(decoder.modules()), set[str]()
+        for path, module in list(model.named_modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, PreTrainedModel) and child not in inside and decoder not in set(child.modules()):
+                    setattr(module, name, None)
+                    ignored.add(re.escape(f"{path}.{name}.".lstrip(".")))
+        model._keys_to_ignore_on_load_unexpected.update(ignored)  # noqa: SLF001 -- each model's own set
 
     # The name and the module decide how transformers names the weights of its files.
     return type(known.__name__, (known,), {"__init__": init, "__module__": known.__module__, _MARK: True})
-
-
-def _leave_out(model: Any) -> None:
-    """Set the models in `model` that neither are part of its decoder nor contain it to None, and ignore their files."""
-    from transformers import PreTrainedModel
-
-    decoder = model.get_decoder()
-    inside, ignored = set(decoder.modules()), set[str]()
-    for path, module in list(model.named_modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, PreTrainedModel) and child not in inside and decoder not in set(child.modules()):
-                setattr(module, name, None)
-                ignored.add(re.escape(f"{path}.{name}.".lstrip(".")))
-    model._keys_to_ignore_on_load_unexpected.update(ignored)  # noqa: SLF001 -- each model's own set

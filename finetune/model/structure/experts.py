@@ -93,7 +93,10 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     routing: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if _ROUTER_CLASS.search(type(module).__name__):
-            routing |= {name: part for name, part in module.named_modules(prefix=path) if _outputs(part)}
+            for name, part in module.named_modules(prefix=path):
+                weight = getattr(part, "weight", None)
+                if isinstance(weight, nn.Parameter) and weight.dim() == 2:
+                    routing[name] = part
         experts = {count for name, child in module.named_children() if (count := _experts_in(name, child))}
         if experts:
             routing |= {
@@ -284,9 +287,3 @@ def _experts_in(name: str, module: nn.Module) -> int:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _holds_experts(name, module):
         return len(module)
     return max((shape(getattr(one, inner))[0] for _, one, inner in weights(module) if one is module), default=0)
-
-
-def _outputs(module: nn.Module) -> int:
-    """Output features of a module with a matrix as its weight, else 0."""
-    weight = getattr(module, "weight", None)
-    return weight.shape[0] if isinstance(weight, nn.Parameter) and weight.dim() == 2 else 0

@@ -88,8 +88,8 @@ def published_scores(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 def padding_for(tokenizer: Any, rows: list[list[int]]) -> int | None:
     """The padding token of a published classifier: the tokenizer's own, or another special token if rows may end so.
 
-    transformers scores the last token that is no padding, and needs one for several rows at once. EOS, where there is
-    no other special token, serves if none of `rows` (token ids) ends with it; else None.
+    transformers scores the last token that is not padding, and needs a padding token for several rows at once. EOS,
+    where there is no other special token, serves if none of `rows` (token ids) ends with it; else None.
     """
     ends = {tokenizer.eos_token_id, *chat_template.stop_ids(tokenizer), *(row[-1] for row in rows if row)}
     written = str(tokenizer.chat_template)
@@ -112,7 +112,7 @@ def _base(model: Any) -> Any:
 
 @functools.cache
 def _scoring(known: type) -> type:
-    """`known`, a class of classifiers, with scores of every token and a head that is found as a language model's is."""
+    """`known`, a class of classifiers, with scores of every token and a head that is found like a language model's."""
     # The name and the module decide how transformers names the weights of its files.
     parts = {"forward": _forward, "get_output_embeddings": lambda model: model.score, "__module__": known.__module__}
     return type(known.__name__, (known,), {**parts, _MARK: True})
@@ -134,22 +134,18 @@ def _forward(
     if fused_lm_head:
         assert labels is not None
         hidden = hidden.flatten(0, 1)[_last_trained(labels, inputs.get("cu_seq_lens_q"))]
+    head = model.score
+    if getattr(head, "disable_adapters", False):  # wrapped by PEFT, with its adapter off
+        head = head.original_module
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = model.score(hidden.to(_dtype(model.score)))
+        logits = model.score(hidden.to(head.weight.dtype))
     return SequenceScores(logits=logits.float() if fused_lm_head else logits, aux_loss=aux_loss)
 
 
-def _dtype(head: Any) -> torch.dtype:
-    """The dtype that the head computes in; `head` may be wrapped by PEFT, with its adapter off."""
-    off = getattr(head, "disable_adapters", False)
-    weight: torch.Tensor = (head.original_module if off else head).weight
-    return weight.dtype
-
-
 def _last_trained(labels: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    """The positions (sequences,) of each sequence's last trained token in all rows one after the other.
+    """The positions (sequences,) of each sequence's last trained token, in all rows one after the other.
 
-    Of a sequence without any it is the first token of the rows.
+    For a sequence without trained tokens it is the first token of the rows.
     """
     positions = torch.where(labels != -100, torch.arange(labels.numel(), device=labels.device).view_as(labels), 0)
     if starts is None:

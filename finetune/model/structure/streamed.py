@@ -24,12 +24,12 @@ from finetune.model.structure import sequence_head
 from finetune.storage import weight_files
 
 _SCALES = ("_scale", "_scale_inv")
-"""How the names of a weight's scales end, in files of which config.json should say so."""
+"""Endings of the names of scales beside a weight, which are in files whose config.json should state a quantization."""
 
 
 @dataclass(frozen=True)
 class ConversionGroup:
-    """Tensors of the files (`sources`) that together become weights of the model (`targets`; none if it is not used).
+    """Tensors of the files (`sources`) that together become weights of the model (`targets`; none if they are unused).
 
     `converter` is transformers' conversion; None if one source is one target, under another name or the same.
     """
@@ -58,8 +58,11 @@ class Weights(Mapping[str, torch.Tensor]):
         self._packed = packed.published(self._file_of)
         self.groups = self._conversion_groups()
         self._of = {target: group for group in self.groups for target in group.targets}
+        tables = [model.get_input_embeddings(), model.get_output_embeddings()]
         self._rows = {
-            self._of[name].sources[0]: len(weight) for name, weight in _tables(model).items() if name in self._of
+            self._of[f"{path}.weight"].sources[0]: len(module.weight)
+            for path, module in model.named_modules()
+            if any(module is table for table in tables) and f"{path}.weight" in self._of
         }
         tied = model.all_tied_weights_keys
         # Files may hold either of two tied weights.
@@ -88,31 +91,30 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def stored(self, source: str) -> torch.Tensor:
         """A tensor as the files hold it, or the values of a packed one."""
-        values = self._unpacked(source) if source in self._packed else self._read(source)
+        if one := self._packed.get(source):
+            codes, *parts = map(self._read, one.names)
+            transposed = self._is_transposed(source)
+            try:
+                scales = one.scales(codes, *parts)
+                shape = packed.published_shape(one.form, codes.shape, scales.shape, transposed=transposed)
+                made = packed.from_published(one.form, codes, scales, shape, self._dtype, transposed=transposed)
+            except ValueError as error:
+                where = self._file_of[one.names[-1]]
+                raise ArtifactError(f"{where}: `{source}`: {error}; download the base again, or use another") from None
+            values = packed.values(made).contiguous()
+        else:
+            values = self._read(source)
         if source in self._rows:
             return nn.functional.pad(values, (0, 0, 0, max(self._rows[source] - len(values), 0)))
         return values
 
-    def _unpacked(self, source: str) -> torch.Tensor:
-        one = self._packed[source]
-        codes, *parts = map(self._read, one.names)
-        transposed = self._is_transposed(source)
-        try:
-            scales = one.scales(codes, *parts)
-            shape = packed.published_shape(one.form, codes.shape, scales.shape, transposed=transposed)
-            made = packed.from_published(one.form, codes, scales, shape, self._dtype, transposed=transposed)
-        except ValueError as error:
-            where = self._file_of[one.names[-1]]
-            raise ArtifactError(f"{where}: `{source}`: {error}; download the base again, or use another") from None
-        return packed.values(made).contiguous()
-
     def _is_transposed(self, source: str) -> bool:
-        """Whether the model has experts as (experts, inputs, outputs), and a packed tensor of files outputs first."""
+        """Whether the model has experts as (experts, inputs, outputs); packed tensors of files have outputs first."""
         return getattr(dict(self._model.named_modules()).get(source.rpartition(".")[0]), "is_transposed", False)
 
     def check_tensors(self) -> None:
-        """Raise ArtifactError for a tensor of the files that is not of the shape that the model's config says, or is
-        quantized, by its type or by scales beside it: transformers would convert it without them.
+        """Raise ArtifactError for a tensor of the files that has not the shape in the model's config, or is quantized,
+        by its type or by scales beside it: transformers would convert it without them.
         """
         weights = dict(self._model.named_parameters())
         stored_as = {
@@ -165,7 +167,7 @@ class Weights(Mapping[str, torch.Tensor]):
         return {name: one for name, one in layout.items() if name not in hidden | elsewhere}
 
     def _read(self, name: str) -> torch.Tensor:
-        # Opened each time: a file that stays open keeps in memory what was read of it.
+        # Opened each time: a file that stays open keeps what was read of it in memory.
         with safe_open(self._file_of[name], framework="pt") as opened:
             tensor: torch.Tensor = opened.get_tensor(name)
         return tensor
@@ -180,7 +182,7 @@ class Weights(Mapping[str, torch.Tensor]):
         return _single(converter.convert(group.targets[0], model=self._model, config=self._model.config))
 
     def reverted(self, group: ConversionGroup, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of the files from which a group's weights would be made. Raises ArtifactError."""
+        """The tensors of the files that a group's weights are made of. Raises ArtifactError."""
         if group.converter is None:
             return {group.sources[0]: tensors[group.targets[0]]}
         from transformers.core_model_loading import revert_weight_conversion
@@ -233,16 +235,6 @@ class Weights(Mapping[str, torch.Tensor]):
                 others = (name.replace(converter.target_patterns[0], each) for each in converter.target_patterns)
                 groups.append(ConversionGroup(sources, tuple(others), converter, patterns))
         return groups
-
-
-def _tables(model: Any) -> dict[str, torch.Tensor]:
-    """The weights of the embedding and the head, by their names in the model."""
-    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
-    return {
-        f"{name}.weight": module.weight
-        for name, module in model.named_modules()
-        if any(module is table for table in tables) and getattr(module, "weight", None) is not None
-    }
 
 
 def _single(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
