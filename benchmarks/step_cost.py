@@ -360,7 +360,7 @@ def steps(config: Config, card: str) -> dict[str, Any]:
 def least(config: Config, card: str, others: dict[str, Any]) -> dict[str, Any]:
     """The least time of a step on a card, and how many times as fast as TRL's best that is."""
     flops = least_flops(config)
-    seconds = flops / gpus.find(card).flops
+    seconds = flops / gpus.find(card).rates.flops
     best = min(settings["best"]["seconds"] for settings in others.values())
     return {"flops": flops, "seconds": round(seconds, 4), "times_as_fast": round(best / seconds, 3)}
 

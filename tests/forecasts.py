@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from finetune.data.batching import LargestBatch
-from finetune.forecast.devices import Device, Rates
+from finetune.forecast.devices import Device
+from finetune.forecast.gpus import Rates
 from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.forecast.replay import Point
 from finetune.forecast.trace import CATEGORIES, Work

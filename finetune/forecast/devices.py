@@ -19,33 +19,12 @@ from finetune.config import MemorySection
 from finetune.config.field_types import parse_size
 from finetune.errors import ConfigError, MachineError, OutOfMemoryError
 from finetune.forecast import gpus, measured, operator_costs
+from finetune.forecast.gpus import Rates
 from finetune.forecast.operator_costs import DeviceOperators
 from finetune.model import precision
 from finetune.model.precision import Arithmetic
 from finetune.runtime import driver, libraries, patches, segments
 from finetune.training import probe_table
-
-
-@dataclass(frozen=True)
-class Rates:
-    """How fast a device is. The rates rank settings, and bound a time from below.
-
-    `flops` are 16-bit products, `fp32_flops` those in float32, in operations a second. `bandwidth_bytes` of memory,
-    `pcie_bytes` of PCI Express and `nvlink_bytes` of NVLink (0 without it) are bytes a second. `call_seconds` is the
-    least time of one operator.
-    """
-
-    flops: float
-    fp32_flops: float
-    bandwidth_bytes: float
-    call_seconds: float
-    pcie_bytes: float = math.inf
-    nvlink_bytes: float = 0.0
-
-    @property
-    def flops_per_byte(self) -> float:
-        """Arithmetic over bandwidth: an operator with fewer operations a byte is bound by the bandwidth."""
-        return self.flops / self.bandwidth_bytes
 
 
 @dataclass(frozen=True)
@@ -130,9 +109,6 @@ DISK_READ_BYTES, DISK_WRITE_BYTES = 7e9, 5e9
 sequential reads of up to 7,000 and writes of up to 5,000 MB/s."""
 RANKS_OF_A_MACHINE = 8
 """How many GPUs of a plan share a disk at most."""
-
-# A CUDA kernel's launch through PyTorch's dispatcher; below it a step is bound by the host, not by the card.
-_CUDA_CALL_SECONDS = 5e-6
 
 
 def find(name: str, memory: MemorySection) -> Device:
@@ -223,9 +199,7 @@ def _card(gpu: gpus.Gpu, total: int, budget: int | None, name: str) -> Device:
         name=name if name == gpu.name else f"{name} (speed and context of {gpu.name})",
         budget_bytes=min(total, budget or total),
         outside_bytes=operator_costs.context_bytes(gpu.multiprocessors),
-        rates=Rates(
-            gpu.flops, gpu.fp32_flops, gpu.bandwidth_bytes, _CUDA_CALL_SECONDS, gpu.pcie_bytes, gpu.nvlink_bytes
-        ),
+        rates=gpu.rates,
         software=Software(expandable_segments=segments.grow_elsewhere()),
         capability=gpu.compute_capability,
     )

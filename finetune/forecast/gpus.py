@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -28,27 +29,46 @@ from importlib import resources
 
 from finetune.errors import ConfigError
 
+# A CUDA kernel's launch through PyTorch's dispatcher; below it a step is bound by the host, not by the card.
+_CUDA_CALL_SECONDS = 5e-6
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device is. The rates rank settings, and bound a time from below.
+
+    `flops` is the peak rate of 16-bit products, in operations a second with a multiply-add counted as two, and
+    `fp32_flops` that of products in float32 (torch's default, without TF32). In bytes a second: `bandwidth_bytes` of
+    memory, and one way `pcie_bytes` of PCI Express and `nvlink_bytes` of NVLink, 0 without it. `call_seconds` is the
+    least time of one operator.
+    """
+
+    flops: float
+    fp32_flops: float
+    bandwidth_bytes: float
+    call_seconds: float = _CUDA_CALL_SECONDS
+    pcie_bytes: float = math.inf
+    nvlink_bytes: float = 0.0
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Arithmetic over bandwidth: an operator with fewer operations a byte is bound by the bandwidth."""
+        return self.flops / self.bandwidth_bytes
+
 
 @dataclass(frozen=True)
 class Gpu:
     """The data sheet of one GPU.
 
-    `total_bytes` is what `torch.cuda.get_device_properties` gives as `total_memory`. `flops` is the peak rate of
-    16-bit products, in operations a second with a multiply-add counted as two, `fp32_flops` that of products in float32
-    (torch's default, without TF32), and `bandwidth_bytes` the peak rate of its memory in bytes a second; so are
-    `pcie_bytes` and `nvlink_bytes` (0 without it) those of its links, one way. `sold_as_gb` is the number on the box.
-    `source` says where the figures come from, the total first, and `note` what a reader of them should know.
+    `total_bytes` is what `torch.cuda.get_device_properties` gives as `total_memory`. `sold_as_gb` is the number on the
+    box. `source` says where the figures come from, the total first, and `note` what a reader of them should know.
     """
 
     name: str
     total_bytes: int
     compute_capability: tuple[int, int]
     multiprocessors: int
-    flops: float
-    fp32_flops: float
-    bandwidth_bytes: float
-    pcie_bytes: float
-    nvlink_bytes: float
+    rates: Rates
     sold_as_gb: int
     source: tuple[str, ...]
     note: str = ""
@@ -60,12 +80,6 @@ _TRANSFERS = {"3.0": 8e9, "4.0": 16e9, "5.0": 32e9}
 _BRAND = re.compile(r"^(?:nvidia|geforce|tesla|rtx)+")
 _SUFFIX = re.compile(r"(?<=\d)(?=ti\b|super\b)")
 _GIGABYTES = re.compile(r"(\d+)g(?:i?b)?")
-
-
-def _pcie_bytes(connector: str) -> float:
-    """Bytes a second of a connector such as `4.0 x16`, one way."""
-    generation, _, lanes = connector.partition(" x")
-    return _TRANSFERS[generation] * int(lanes) * 128 / 130 / 8
 
 
 def _words(name: str) -> list[str]:
@@ -92,16 +106,19 @@ def _spellings() -> dict[str, tuple[Gpu, str]]:
     text = resources.files(__package__).joinpath("gpus.json").read_text(encoding="utf-8")
     for name, facts in json.loads(text).items():
         major, minor = facts["compute_capability"].split(".")
+        generation, _, lanes = facts["pcie"].partition(" x")  # such as `4.0 x16`
         gpu = Gpu(
             name=name,
             total_bytes=facts["total_bytes"],
             compute_capability=(int(major), int(minor)),
             multiprocessors=facts["multiprocessors"],
-            flops=float(facts["bf16_flops"]),
-            fp32_flops=float(facts["fp32_flops"]),
-            bandwidth_bytes=float(facts["bandwidth_bytes"]),
-            pcie_bytes=_pcie_bytes(facts["pcie"]),
-            nvlink_bytes=float(facts.get("nvlink_bytes", 0)),
+            rates=Rates(
+                flops=float(facts["bf16_flops"]),
+                fp32_flops=float(facts["fp32_flops"]),
+                bandwidth_bytes=float(facts["bandwidth_bytes"]),
+                pcie_bytes=_TRANSFERS[generation] * int(lanes) * 128 / 130 / 8,
+                nvlink_bytes=float(facts.get("nvlink_bytes", 0)),
+            ),
             sold_as_gb=facts["sold_as_gb"],
             source=tuple(facts["source"]),
             note=facts.get("note", ""),

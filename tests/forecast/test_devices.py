@@ -28,7 +28,7 @@ def test_a_card_has_the_figures_of_the_table() -> None:
         found, card = device.find(name, NONE), gpus.find(name)
         assert (found.type, found.name, found.budget_bytes) == ("cuda", name, card.total_bytes)
         assert found.capability == card.compute_capability
-        assert (found.rates.flops, found.rates.bandwidth_bytes) == (card.flops, card.bandwidth_bytes)
+        assert found.rates == card.rates
         assert found.outside_bytes == operator_costs.context_bytes(card.multiprocessors)
         assert found.workspace_bytes == operator_costs.workspace_bytes(card.compute_capability) > 0
 
@@ -38,7 +38,7 @@ def test_a_size_is_the_budget_with_the_speed_of_the_nearest_card() -> None:
     for text, gib in (("24GiB", 24), (" 16 GiB ", 16), ("7.5GiB", 7.5), ("81920MiB", 80)):
         found = device.find(text, NONE)
         nearest = min(cards, key=lambda card, gib=gib: abs(card.total_bytes - gib * GIB))
-        assert (found.budget_bytes, found.rates.flops) == (gib * GIB, nearest.flops), text
+        assert (found.budget_bytes, found.rates.flops) == (gib * GIB, nearest.rates.flops), text
         assert nearest.name in found.name
         assert text in found.name
 

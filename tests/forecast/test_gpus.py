@@ -45,12 +45,12 @@ def test_every_figure_is_plausible_and_says_where_it_comes_from() -> None:
         # ECC in memory takes 1/16, the driver the rest; T4, with ECC always on, reports the least of its size.
         assert 0.88 <= gpu.total_bytes / (gpu.sold_as_gb * GIB) <= 1, gpu.name
         assert (6, 0) <= gpu.compute_capability <= (12, 0), gpu.name
-        assert 15e12 <= gpu.flops <= 2.5e15, gpu.name
-        assert 250e9 <= gpu.bandwidth_bytes <= 8e12, gpu.name
+        assert 15e12 <= gpu.rates.flops <= 2.5e15, gpu.name
+        assert 250e9 <= gpu.rates.bandwidth_bytes <= 8e12, gpu.name
         # A rate with sparsity, or of 8 bits, would put a card above this number of operations a byte.
-        assert 20 <= gpu.flops / gpu.bandwidth_bytes <= 425, gpu.name
-        assert 15e9 <= gpu.pcie_bytes <= 64e9, gpu.name
-        assert gpu.nvlink_bytes == 0 or 80e9 <= gpu.nvlink_bytes <= 900e9, gpu.name
+        assert 20 <= gpu.rates.flops / gpu.rates.bandwidth_bytes <= 425, gpu.name
+        assert 15e9 <= gpu.rates.pcie_bytes <= 64e9, gpu.name
+        assert gpu.rates.nvlink_bytes == 0 or 80e9 <= gpu.rates.nvlink_bytes <= 900e9, gpu.name
         assert len(gpu.source) >= 2, gpu.name
         assert all(re.match(r"https://\S+\.\S+|log found by code search", item) for item in gpu.source), gpu.name
         assert any(item.startswith("https://") for item in gpu.source), gpu.name
@@ -58,9 +58,9 @@ def test_every_figure_is_plausible_and_says_where_it_comes_from() -> None:
 
 def test_the_rates_of_links_are_those_one_way() -> None:
     """By hand: 16 lanes of 16 GT/s, of which 128 of 130 bits are data, and half of H100's 900 GB/s."""
-    assert gpus.find("RTX 4090").pcie_bytes == pytest.approx(31.508e9, rel=1e-4)
-    assert gpus.find("RTX 4060 Ti 16GB").pcie_bytes == pytest.approx(15.754e9, rel=1e-4)
-    assert (gpus.find("RTX 4090").nvlink_bytes, gpus.find("H100").nvlink_bytes) == (0, 450e9)
+    assert gpus.find("RTX 4090").rates.pcie_bytes == pytest.approx(31.508e9, rel=1e-4)
+    assert gpus.find("RTX 4060 Ti 16GB").rates.pcie_bytes == pytest.approx(15.754e9, rel=1e-4)
+    assert (gpus.find("RTX 4090").rates.nvlink_bytes, gpus.find("H100").rates.nvlink_bytes) == (0, 450e9)
 
 
 def test_the_total_is_the_smallest_that_its_sources_state() -> None:
@@ -91,8 +91,8 @@ def test_rates() -> None:
     ]:
         gpu = gpus.find(name)
         assert gpu.compute_capability == capability, name
-        assert gpu.flops == pytest.approx(teraflops * 1e12), name
-        assert gpu.bandwidth_bytes == pytest.approx(gigabytes * 1e9), name
+        assert gpu.rates.flops == pytest.approx(teraflops * 1e12), name
+        assert gpu.rates.bandwidth_bytes == pytest.approx(gigabytes * 1e9), name
 
 
 # MHz, of reviews where one was found and else from memory; of a card sold in two forms, that of the one in the table.
@@ -111,7 +111,7 @@ def test_the_float32_rate_is_that_of_the_cores_at_the_boost_clock() -> None:
         cores = 128 if gpu.compute_capability > (8, 0) else 64
         # Data sheets round down: 14e12 for the 14.13e12 of the V100, 51e12 for the 51.2e12 of the H100 PCIe.
         rate = gpu.multiprocessors * cores * 2 * BOOST_CLOCKS[gpu.name] * 1e6
-        assert gpu.fp32_flops == pytest.approx(rate, rel=0.01), gpu.name
+        assert gpu.rates.fp32_flops == pytest.approx(rate, rel=0.01), gpu.name
 
 
 def test_the_cards_that_cannot_do_bf16_say_so() -> None:
