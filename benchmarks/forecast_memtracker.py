@@ -61,7 +61,7 @@ def tracked(setting: forecast_cpu.Setting) -> dict[str, int]:
     """MemTracker's peak in bytes over two steps (the first makes the optimizer's states) and an evaluation."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from finetune.forecast import device_paths, fake, traced_step
+    from finetune.forecast import device_paths, fake_model, traced_step
     from finetune.forecast.extrapolate import whole
     from finetune.forecast.trace_recorder import Answers, TraceRecorder
     from finetune.model.adapters import adapter
@@ -79,7 +79,7 @@ def tracked(setting: forecast_cpu.Setting) -> dict[str, int]:
         traced = traced_step._TracedStep(job, mode, recorder, whole, None)
         traced.make_step(job)
         step, tracker = traced._step, MemTracker()
-        beside = [tensor for weight in step.model.parameters() for tensor in fake.quantization_state(weight)]
+        beside = [tensor for weight in step.model.parameters() for tensor in fake_model.quantization_state(weight)]
         inputs = traced._inputs(batch)
         values = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
         tracker.track_external(step.model, *beside, *values)

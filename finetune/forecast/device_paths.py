@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from finetune.forecast import fake
+from finetune.forecast import fake_model
 from finetune.forecast.devices import Device
 from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.model.recompute import offload
@@ -28,7 +28,7 @@ def like(device: Device, recorder: TraceRecorder, mode: FakeTensorMode | None = 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patches.IS_TRACING.by(lambda tensor=None: False))
         stack.enter_context(_known_values(recorder))
-        stack.enter_context(fake.for_dora())
+        stack.enter_context(fake_model.for_dora())
         stack.enter_context(device.operators.as_there())
         if device.type == "cpu":
             stack.enter_context(_random_states())

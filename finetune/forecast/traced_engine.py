@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from finetune.config import DistributedSection
-from finetune.forecast import fake
 from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.model.distributed import optimizer_states
 from finetune.model.distributed.engine import OneProcess
@@ -99,7 +98,11 @@ class TracedShards(TracedEngine, Sharded):
     @contextlib.contextmanager
     def around(recorder: TraceRecorder) -> Iterator[None]:
         """Let gathered weights be fake quantized ones; `recorder` follows the storages that FSDP2 resizes."""
-        with recorder.following_resizes(), patches.RESTORE_4BIT_STATE.by(fake.give_quantization_state):
+
+        def give_state(module: Any) -> None:
+            module.weight.quant_state = module.quant_state
+
+        with recorder.following_resizes(), patches.RESTORE_4BIT_STATE.by(give_state):
             yield
 
     held = staticmethod(held)

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from finetune.config import ModelSection, QuantizationSection
-from finetune.forecast import fake
+from finetune.forecast import fake_model
 from finetune.model.base import load_base
 from finetune.model.skeleton import weightless_base
 
@@ -20,7 +20,7 @@ KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("int8", True), ("none", 
 
 def faked(section: QuantizationSection, name: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
     model = weightless_base(tiny_models.architecture(name, 1), section, attention="sdpa", dtype=dtype)
-    fake.fill(model, section, FakeTensorMode(allow_non_fake_inputs=True))
+    fake_model.fill(model, section, FakeTensorMode(allow_non_fake_inputs=True))
     return model
 
 
@@ -35,7 +35,7 @@ def tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights, buffers and what says how to read them, under their names."""
     for name, parameter in model.named_parameters():
         yield name, parameter
-        for number, tensor in enumerate(fake.quantization_state(parameter)):
+        for number, tensor in enumerate(fake_model.quantization_state(parameter)):
             yield f"{name}.{number}", tensor
     yield from model.named_buffers()
 
@@ -71,7 +71,7 @@ def test_dora_reads_a_fake_weight_as_it_reads_a_real_one(kind: Any) -> None:
 
     section = QuantizationSection(kind=kind)
     expected = dora.dequantize_module_weight(real(section).model.layers[0].mlp.up_proj)
-    with fake.for_dora():
+    with fake_model.for_dora():
         found = dora.dequantize_module_weight(faked(section).model.layers[0].mlp.up_proj)
     assert isinstance(found, FakeTensor)
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
@@ -84,12 +84,12 @@ def test_a_weight_with_a_partial_last_block_has_the_real_bytes() -> None:
         for double in (True, False):
             with torch.device("meta"):
                 layer = torch.nn.Sequential(bnb.nn.Linear4bit(columns, rows, compress_statistics=double))
-            fake.fill(layer, QuantizationSection(double=double), FakeTensorMode())
+            fake_model.fill(layer, QuantizationSection(double=double), FakeTensorMode())
             true = bnb.nn.Linear4bit(columns, rows, compress_statistics=double, quant_type="nf4").to("cpu").weight
             mine: Any = layer[0].weight
             assert size(mine) == size(true)
-            assert [size(tensor) for tensor in fake.quantization_state(mine)] == [
-                size(tensor) for tensor in fake.quantization_state(true)
+            assert [size(tensor) for tensor in fake_model.quantization_state(mine)] == [
+                size(tensor) for tensor in fake_model.quantization_state(true)
             ]
 
 
@@ -103,7 +103,7 @@ def test_all_tensors_are_fake_and_tied_weights_stay_tied() -> None:
 def test_only_quantized_weights_count_as_such() -> None:
     for kind in ("nf4", "int8"):
         model = faked(QuantizationSection(kind=kind))
-        assert fake.is_quantized(model.model.layers[0].mlp.up_proj.weight)
-        assert not fake.is_quantized(model.lm_head.weight)
-        assert not fake.is_quantized(model.model.norm.weight)
-    assert not any(fake.is_quantized(weight) for weight in faked(QuantizationSection(kind="none")).parameters())
+        assert fake_model.is_quantized(model.model.layers[0].mlp.up_proj.weight)
+        assert not fake_model.is_quantized(model.lm_head.weight)
+        assert not fake_model.is_quantized(model.model.norm.weight)
+    assert not any(fake_model.is_quantized(weight) for weight in faked(QuantizationSection(kind="none")).parameters())
