@@ -63,7 +63,8 @@ def tracked(setting: forecast_cpu.Setting) -> dict[str, int]:
 
     from finetune.forecast import device_paths, fake_model, traced_step
     from finetune.forecast.extrapolate import whole
-    from finetune.forecast.trace_recorder import Answers, TraceRecorder
+    from finetune.forecast.fake_values import Answers
+    from finetune.forecast.trace_recorder import TraceRecorder
     from finetune.model.adapters import adapter
     from finetune.objectives import log_probs
     from finetune.training.eval_loss import summed_loss

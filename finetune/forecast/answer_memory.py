@@ -21,10 +21,11 @@ from finetune.forecast import depth, device_paths, devices
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, extrapolate, shorten, shorten_apart, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
+from finetune.forecast.fake_values import Answers
 from finetune.forecast.job_forecast import DeviceMemory
 from finetune.forecast.replay import Replay, replayed
 from finetune.forecast.trace import CATEGORIES, Trace
-from finetune.forecast.trace_recorder import Answers, TraceRecorder
+from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.generation import caches
 from finetune.model import bounds, build, precision, served
 from finetune.model.adapters.adapter import attach

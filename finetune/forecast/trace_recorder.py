@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.forecast import operators
-from finetune.forecast.known_values import KnownValues
+from finetune.forecast.fake_values import Answers
 from finetune.forecast.operator_costs import DeviceOperators
 from finetune.forecast.operators import flat
 from finetune.forecast.trace import Stretch, Trace, TracedBlock
@@ -38,9 +38,6 @@ from finetune.runtime import patches
 _TURNED_TO = ("adapter", "gradients")
 _WEIGHTS = ("base_weights", "quantization_state", "adapter")
 _aten, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
-# How transformers asks whether nothing is padded, or whether rows are not packed: `mask.all()`, or `mask.sum() ==
-# mask.numel()` (transformers 5.23, masking_utils).
-_ALL = ("aten::all", "aten::eq.Scalar")
 # Derivatives do these in place, but never for a subclass of Tensor (torch 2.13, derivatives.yaml `max`,
 # FunctionsManual.cpp `index_backward`).
 _IN_PLACE = {"aten::scatter.src": _aten.scatter_.src, "aten::index_put": _aten.index_put_.default}
@@ -273,7 +270,7 @@ class TraceRecorder(TorchDispatchMode):
             return self._run_in_python(call)
         if call.name == "aten::add.Tensor" and (_accumulates_in_place(call.args) or _masks_scores()):
             return self._add_in_place(call)
-        if self.answers.know_size(call):
+        if self.answers.know_size(call.func, call.args, call.kwargs):
             return self._run_on_values(call)
         scratch = self._before(call)
         out = call.run()
@@ -580,92 +577,6 @@ def _caller() -> FrameType:
     while frame.f_code.co_filename == __file__ or frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
         frame = frame.f_back
     return frame
-
-
-@dataclass
-class Routing:
-    """How routers spread the tokens of a trace: all to the same expert, or `evenly`.
-
-    `matters` becomes true when a program asks, as its memory then depends on the routing.
-    """
-
-    evenly: bool = False
-    matters: bool = False
-
-
-class Answers:
-    """The worst batch's answers where a program reads data.
-
-    `uneven`: whether attention needs a mask, for padding or packed rows. `trained_tokens`: the number of positions with
-    a label. `tokens`: the number of positions; 0 where all experts get equally many in grouped products. `known`: the
-    values of a batch with images, from which other answers follow. `asked` counts the answers.
-    """
-
-    def __init__(
-        self, uneven: bool, trained_tokens: int, tokens: int = 0, routing: Routing | None = None,
-        known: KnownValues | None = None,
-    ) -> None:  # fmt: skip
-        self.known = known
-        self.uneven = uneven
-        self.trained_tokens = trained_tokens
-        self.tokens = tokens
-        self._routing = routing or Routing()
-        self._experts = 1
-        self.asked = 0
-        self.shapes = {
-            "aten::index.Tensor": self._index,
-            "aten::nonzero": self._nonzero,
-            "aten::bincount": self._bincount,
-        }
-
-    def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
-        """The value of a tensor of one element: 1 for an integer, one half for a float, true for a truth value.
-
-        Whether all of a mask are alike depends on the batch. A float is one half because an optimizer may divide by a
-        number that it reads, or by one minus it (NAdam's `mu_product`).
-        """
-        self.asked += 1
-        if tensor.dtype is torch.bool:
-            return not self.uneven if source in _ALL else True
-        return 0.5 if tensor.dtype.is_floating_point else 1
-
-    def know_size(self, call: _Call) -> bool:
-        """Whether the size of an operator's result follows from its inputs' known values."""
-        if self.known is None or torch.Tag.dynamic_output_shape not in call.func.tags:
-            return False
-        return self.known.know_all([call.args, call.kwargs])
-
-    def busiest(self, rows: int, experts: int) -> int:
-        """The most of `rows` (a token, once for each of its experts) that go to one expert, which gets all tokens."""
-        self.asked += 1
-        self._routing.matters = True
-        return max(0 if self._routing.evenly else min(rows, self.tokens), -(-rows // experts))
-
-    def _index(self, func: Any, args: Any) -> tuple[Any, Any]:
-        """Selecting by a mask takes as many rows as there are trained tokens."""
-        source, indices = args
-        if len(indices) == 1 and indices[0] is not None and indices[0].dtype is torch.bool:
-            self.asked += 1
-            mask = indices[0]
-            flat = source.reshape(-1, *source.shape[mask.dim() :])
-            known = self.known and self.known.number(mask)
-            rows = min(self.trained_tokens, mask.numel()) if known is None else known
-            return func, (flat, [mask.new_zeros(rows, dtype=torch.long)])
-        return func, args
-
-    def _nonzero(self, func: Any, args: Any) -> tuple[Any, Any]:
-        """Loops over experts: every token goes to one expert, or each expert gets its share."""
-        mask, evenly = args[0], self._routing.evenly
-        self.asked += 1
-        self._routing.matters = True
-        if mask.dim() == 1:
-            self._experts = mask.numel() if evenly else 1
-            return _aten.full.default, ([self._experts, 1], 0)
-        return _aten.full.default, ([-(-mask.numel() // self._experts), mask.dim()], 0)
-
-    def _bincount(self, func: Any, args: Any) -> tuple[Any, Any]:
-        """Tokens of each expert: as many counts as the call asks for at least (transformers up to 5.22)."""
-        return _aten.full.default, ([args[2]], 0)
 
 
 class TracedMonitor(Monitor):

@@ -30,9 +30,9 @@ from finetune.forecast import depth, device_paths, engines, fake_ranks
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, shorten_apart, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
-from finetune.forecast.known_values import KnownValues
+from finetune.forecast.fake_values import Answers, KnownValues, Routing
 from finetune.forecast.trace import Trace, WholeBase
-from finetune.forecast.trace_recorder import Answers, Routing, TracedMonitor, TraceRecorder
+from finetune.forecast.trace_recorder import TracedMonitor, TraceRecorder
 from finetune.forecast.traced_engine import Traced, TracedEngine
 from finetune.model import build
 from finetune.model.adapters import adapter

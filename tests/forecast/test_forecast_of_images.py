@@ -24,9 +24,9 @@ from finetune.data.batching import LargestBatch
 from finetune.data.vision import Vision
 from finetune.errors import ForecastError
 from finetune.forecast import device_paths, image_memory
+from finetune.forecast.fake_values import Answers, KnownValues
 from finetune.forecast.job_forecast import Forecast
-from finetune.forecast.known_values import KnownValues
-from finetune.forecast.trace_recorder import Answers, TraceRecorder
+from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.resolve import planning
 
 

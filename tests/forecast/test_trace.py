@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from traces import events, profiled
 
 from finetune.forecast import operator_costs
+from finetune.forecast.fake_values import Answers, Routing
 from finetune.forecast.operator_costs import DeviceOperators
 from finetune.forecast.trace import Work
-from finetune.forecast.trace_recorder import Answers, Routing, TraceRecorder
+from finetune.forecast.trace_recorder import TraceRecorder
 
 aten = torch.ops.aten
 
