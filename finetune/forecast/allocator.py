@@ -32,7 +32,7 @@ LARGE_BYTES = 10 * 2**20
 SEGMENT_GRAIN_BYTES = 2 * 2**20
 """kRoundLarge: such a segment is a multiple of it."""
 
-# The null pointer, which torch returns for no bytes and whose deletion does nothing.
+# The null pointer, which torch returns for a zero-byte request and whose deletion does nothing.
 _NULL = 0
 # 2 TiB for the small pool and 20 TiB for the large one: the two ranges do not meet, and no device fills them.
 _PAGES_OF_ADDRESSES = 2**20

@@ -90,7 +90,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(DeviceMemory):
-    """The memory and time of a job on a device; with several GPUs all figures are those of one, but for `disk_bytes`.
+    """The memory and time of a job on a device; with several GPUs all figures except `disk_bytes` are those of one.
 
     `work`, `tokens` and `seconds`, a bound from below for ranking settings, are those of one optimizer step. `curve`
     shows the memory over a step. `by_length`: what short micro-batches recompute, where less than the config says;

@@ -344,7 +344,7 @@ class _Held(TorchDispatchMode):
         self.most = max(self.most, self._now)
 
 
-# A mask beside other operands stays what it is (aten/src/ATen/native/TensorAdvancedIndexing.cpp, TensorCompare.cpp).
+# A mask beside other operands keeps its type (aten/src/ATen/native/TensorAdvancedIndexing.cpp, TensorCompare.cpp).
 _NOT_PROMOTED = ("aten::masked_fill", "aten::where")
 
 
@@ -376,7 +376,7 @@ def _of_product(left: Any, right: Any) -> list[int]:
 
 
 _MOST_ASKED = 2**28
-"""Operations of the largest product that is computed to see what it takes: some milliseconds."""
+"""Operations of the largest product that is computed to learn what it allocates: some milliseconds."""
 
 
 @functools.cache

@@ -331,17 +331,20 @@ class TraceRecorder(TorchDispatchMode):
         Its output has the present category; that of `_OF_WORKSPACE` is workspace.
         """
         category = "workspace" if call.name in _OF_WORKSPACE else self.category
+
+        # A recording is repeated for calls whose arguments have the same shapes, spread over layers in the same way.
         followed = call.inputs if self._by_layer_of_input else ()  # inner operators are assigned to the layers of these
         layers = [self.layer, *map(self._layer_of, followed)]
         turns = [self._category_of(tensor) in _TURNED_TO for tensor in followed] if self._turn else ()
         places = (*map(layers.index, layers),), (*turns,), bool(followed)
         key = (call.name, _alike(call.args), _alike(call.kwargs), places)
-        known, turn = self.answers.known, self._turn
-        anew = known and any(known.of(tensor) is not None for tensor in call.inputs)
+        known = self.answers.known
+        anew = known and any(known.of(tensor) is not None for tensor in call.inputs)  # values may decide sizes
         if not anew and (program := self._programs.get(key)):
             out = self._repeat_program(program, layers)
         else:
-            first, asked, outer = len(self._blocks), self.answers.asked, self._stretches
+            first, outer = len(self._blocks), self._stretches
+            asked, turn = self.answers.asked, self._turn
             self._stretches = []
             try:
                 out = self._decomposed(call)
@@ -350,8 +353,10 @@ class TraceRecorder(TorchDispatchMode):
                 ends_on = self.layer
                 self._append(recorded)
                 self.layer = ends_on
+            # What depends on the batch, or turned to another layer, is run again each time.
             if not anew and (asked, turn) == (self.answers.asked, self._turn):
                 self._keep_program(key, layers, first, recorded, out)
+
         for part in flat(out):
             self.mark(part, category)
         return out

@@ -240,7 +240,7 @@ class _TracedStep:
 
     def _configure(self, config: Config) -> None:
         if config.training.precision == "fp16":
-            # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
+            # Sizes are those of bfloat16, and the CPU, on which this runs, has no loss scaling.
             config = config.changed({"training.precision": "bf16"})
         self._config = config
         self._way = micro_batching(config, self._architecture)
@@ -562,7 +562,7 @@ class _TracedStep:
             self._repeatable[what] = recorded
 
     def _computed_alike(self) -> tuple[Hashable, ...]:
-        """What of the setting a pass without gradients depends on, besides its batch."""
+        """The part of the setting that a pass without gradients depends on, besides its batch."""
         return self._config.memory.loss_tokens, tuple(level != "none" for level in self.kept.levels)
 
     @contextlib.contextmanager
