@@ -72,7 +72,15 @@ class Kept:
             forecast = _adapter().validate_python({**values, "device": then})
         except (ValueError, TypeError, AttributeError, LookupError):
             return None
-        return job_forecast.on(forecast, self.device) if _holds(forecast, self.device) else None
+        # With other memory free a forecast is the same, unless memory was or is short.
+        room, peak, now = then.room_bytes, forecast.peak_reserved_bytes, self.device
+        if now.type == "cpu" or room == now.room_bytes:
+            holds = True
+        elif peak > room:  # did not fit, even with idle segments given back
+            holds = now.room_bytes < room
+        else:
+            holds = not forecast.returns_segments and peak <= now.room_bytes
+        return job_forecast.on(forecast, now) if holds else None
 
     def _key(self, config: Config, batches: Sequence[LargestBatch | None]) -> str:
         varying = (*_MEMORY, *(["rates"] if self.device.type == "cpu" else []))  # a CPU's are measured each time
@@ -88,16 +96,6 @@ class Kept:
             _software(),
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _holds(forecast: Forecast, now: Device) -> bool:
-    """Whether a forecast is the same with the memory that is free now, on which it depends where memory is short."""
-    room, peak = forecast.device.room_bytes, forecast.peak_reserved_bytes
-    if now.type == "cpu" or room == now.room_bytes:
-        return True
-    if peak > room:  # did not fit, even with idle segments given back
-        return now.room_bytes < room
-    return not forecast.returns_segments and peak <= now.room_bytes
 
 
 @functools.cache
