@@ -224,14 +224,14 @@ class _Extrapolation:
         for units in self._passes():
             if None in units:
                 for stretch in units[None]:
-                    self._outside(stretch)
+                    self._add(stretch)
                 continue
             own = [unit for unit in units if unit is not None]
             copies = sorted(copy for unit in own for copy in self._copies[unit])
             falling = (own[0] if earlier is None or len(own) > 1 else earlier) > own[-1]
             for copy in reversed(copies) if falling else copies:
                 for stretch in units[self._order[copy]]:
-                    self._copy(stretch, self._order[copy], copy)
+                    self._add(stretch, self._order[copy], copy)
             earlier = own[-1]
         return replace(self._trace, blocks=self._blocks, stretches=self._made)
 
@@ -302,21 +302,20 @@ class _Extrapolation:
             if owner == unit
         ]
 
-    def _outside(self, stretch: Stretch) -> None:
-        """Add a stretch outside the layers: what it does to a unit's blocks is done to those of each copy."""
-        made = Stretch(stretch.phase, None, work=stretch.work)
-        for event in stretch.events:
-            owner = self._owner[abs(event) - 1]
-            copies = [None] if owner is None else self._copies[owner]
-            made.events += [self._event(event, copy) for copy in copies]
-        self._made.append(made)
+    def _add(self, stretch: Stretch, unit: int | None = None, copy: int = 0) -> None:
+        """Add a stretch of `unit` as that of its copy number `copy`.
 
-    def _copy(self, stretch: Stretch, unit: int, copy: int) -> None:
-        """Add a stretch of `unit` as that of its copy."""
-        made = Stretch(stretch.phase, copy, work=stretch.work)
+        Without a unit it is outside the layers: what it does to a unit's blocks is done to those of each copy.
+        """
+        made = Stretch(stretch.phase, None if unit is None else copy, work=stretch.work)
         for event in stretch.events:
             owner = self._owner[abs(event) - 1]
-            made.events.append(self._event(event, None if owner is None else self._neighbour(owner, unit, copy)))
+            if owner is None:
+                made.events.append(self._event(event, None))
+            elif unit is None:
+                made.events += [self._event(event, each) for each in self._copies[owner]]
+            else:
+                made.events.append(self._event(event, self._neighbour(owner, unit, copy)))
         self._made.append(made)
 
     def _neighbour(self, owner: int, unit: int, copy: int) -> int:

@@ -118,7 +118,8 @@ class Answers:
         self.shapes = {
             "aten::index.Tensor": self._index,
             "aten::nonzero": self._nonzero,
-            "aten::bincount": self._bincount,
+            # Tokens of each expert: as many counts as the call asks for at least (transformers up to 5.22).
+            "aten::bincount": lambda func, args: (_aten.full.default, ([args[2]], 0)),
         }
 
     def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
@@ -165,10 +166,6 @@ class Answers:
             self._experts = mask.numel() if evenly else 1
             return _aten.full.default, ([self._experts, 1], 0)
         return _aten.full.default, ([-(-mask.numel() // self._experts), mask.dim()], 0)
-
-    def _bincount(self, func: Any, args: Any) -> tuple[Any, Any]:
-        """Tokens of each expert: as many counts as the call asks for at least (transformers up to 5.22)."""
-        return _aten.full.default, ([args[2]], 0)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -269,7 +269,9 @@ class TraceRecorder(TorchDispatchMode):
         if call.name in self._operators.python:
             return self._run_in_python(call)
         if call.name == "aten::add.Tensor" and (_accumulates_in_place(call.args) or _masks_scores()):
-            return self._add_in_place(call)
+            held = call.args[0].add_(call.args[1])
+            self._count(_aten.add_.Tensor, call.args, call.kwargs, held)
+            return held
         if self.answers.know_size(call.func, call.args, call.kwargs):
             return self._run_on_values(call)
         scratch = self._before(call)
@@ -430,12 +432,6 @@ class TraceRecorder(TorchDispatchMode):
 
         with self:
             return tree_map_only(torch.Tensor, made, known.computed(call.func, call.args, call.kwargs))
-
-    def _add_in_place(self, call: _Call) -> Any:
-        """Add a gradient into the one that autograd holds, or a mask into the scores of attention."""
-        held = call.args[0].add_(call.args[1])
-        self._count(_aten.add_.Tensor, call.args, call.kwargs, held)
-        return held
 
     # -- what an operator computes ---------------------------------------------------------------------------------
 
