@@ -130,7 +130,7 @@ def find(name: str, memory: MemorySection) -> Device:
         except ValueError as error:
             raise ConfigError(f"--gpu: {error}") from None
         if not total:
-            raise ConfigError(f"--gpu: {name} is no memory; give the size of a card, such as 24GiB")
+            raise ConfigError(f"--gpu: {name} is not the memory of a card; give its size, such as 24GiB")
         return _card(_nearest(total), total, budget_bytes, name)
     gpu = gpus.find(name)
     return _card(gpu, gpu.total_bytes, budget_bytes, gpu.name)
