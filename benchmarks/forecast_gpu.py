@@ -163,7 +163,7 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
 
     from finetune.forecast import devices
     from finetune.measure.monitor import Monitor, meter_for
-    from finetune.resolve.planning import Planner
+    from finetune.resolve.planner import Planner
     from finetune.runtime import libraries
 
     libraries.quiet()

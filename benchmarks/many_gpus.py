@@ -29,7 +29,7 @@ import torch
 from forecast_cpu import config_json
 
 from finetune.forecast import devices
-from finetune.resolve.planning import Planner
+from finetune.resolve.planner import Planner
 
 sys.path.insert(0, str(harness.ROOT / "tests" / "faults"))
 from children import Children, Ended

@@ -291,7 +291,8 @@ def train(
 
     `loaded` is called once the base is there, and `built` once the model is that which is trained.
     """
-    config, _ = learning_rate.resolved(config, architecture)
+    if config.training.learning_rate == "auto":
+        config = config.changed({"training.learning_rate": learning_rate.best_rate(config, architecture)[0]})
     check(config, device)
     tokenizer = load_tokenizer(config.model)
     implementation, _ = build.choose_attention(config, architecture, device.type)

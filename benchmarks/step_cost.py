@@ -53,7 +53,7 @@ from finetune.forecast.trace import Work
 from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.kernels import mlp, ops
 from finetune.model.base import load_architecture
-from finetune.model.structure.quantization import with_kind
+from finetune.model.structure.quantization import changes_to
 from finetune.objectives import Objective
 from finetune.resolve import planning
 from finetune.resolve.fit import divisors
@@ -334,7 +334,7 @@ def served(config: Config, card: str, step: dict[str, Any]) -> dict[str, Any]:
     config = config.changed({key: step[name] for key, name in _CHOSEN.items()} | PATHS["fused"])
     found = {}
     for kind in SERVED:
-        other = with_kind(config, kind)
+        other = config.changed(changes_to(kind))
         with rows_of(padded=False):
             found[kind] = _step(other, planning.planner_for(other, card).forecast())
         found[kind]["times"] = round(found[kind]["seconds"] / step["seconds"], 4)

@@ -77,11 +77,10 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1) -> PlanView:
     With several `gpus` the forecast is that of one of them. Settings that are `auto` are fitted first. Raises a
     FinetuneError for an unknown model or GPU, or a batch that cannot be divided among that many.
     """
-    from finetune.lifecycle.plan import check_served
     from finetune.report.forecast_view import PlanView
     from finetune.resolve import planning
 
-    return PlanView(planning.plan(config, gpu, gpus, check_served))
+    return PlanView(planning.plan(config, gpu, gpus))
 
 
 def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
@@ -91,10 +90,9 @@ def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
     Micro-batches of all lengths then recompute the same. Raises OutOfMemoryError if nothing fits, ConfigError for a
     batch that `gpus` cannot share.
     """
-    from finetune.lifecycle.plan import check_served
     from finetune.resolve import planning
 
-    return planning.fit(config, gpu, gpus, check_served)
+    return planning.fit(config, gpu, gpus)
 
 
 def inspect_data(config: Config) -> DataView:
@@ -104,8 +102,10 @@ def inspect_data(config: Config) -> DataView:
     """
     from finetune.data import inspection
     from finetune.report.data_view import DataView
+    from finetune.resolve import resolve
 
-    return DataView(inspection.inspect_data(config))
+    job = resolve(config, until="base")
+    return DataView(inspection.inspect_data(job.config, job.architecture))
 
 
 def sweep(

@@ -7,18 +7,17 @@ and only then the weights. Each stage passes one value to the next.
 from __future__ import annotations
 
 from finetune.config import Config
-from finetune.data.prepare import with_classes
 from finetune.export import publish
 from finetune.forecast import measured
 from finetune.lifecycle import opening, outcome, preparation, replan, resume, session
-from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
-from finetune.model import bounds, build, precision
+from finetune.model import build
 from finetune.model.adapters import adapter
 from finetune.model.resident import ResidentBase
 from finetune.report import page
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
+from finetune.resolve import ThisMachine, resolve
 from finetune.runtime import libraries, ranks
 from finetune.storage.rundir import RunDirectory
 from finetune.training import learning_rate, sample_answers, strategies
@@ -40,35 +39,21 @@ def train(
     aside instead. `resident` keeps the base of a single process in memory for its next run. Raises a FinetuneError for
     each problem that a user can solve.
     """
-    libraries.quiet()
     terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
     with ranks.refusing():
-        config, note = bounds.as_known_base_allows(with_classes(config))
-        check_shares(config.training, config.distributed)
-    if note:
-        terminal.note(note)
+        job = resolve(config, until="base", say=terminal.resolved)
+        check_shares(job.config.training, job.config.distributed)
     run = RunDirectory(config.output.dir or "runs/unnamed")
-    with session.opened(config.model, run, terminal) as (device, signals, lock):
-        config = resume.as_started(config, run, fresh=fresh)
-        config, why = precision.resolved(config, ranks.gathered(precision.of_device(device)))
-        if why:
-            terminal.note(f"training.precision: {config.training.precision} ({why})")
-        config, note = learning_rate.resolved_if_known(config)
-        if note:
-            terminal.note(note)
-        if resume.is_finished(config, run, terminal.note, fresh=fresh):
+    with session.opened(job.config.model, run, terminal) as (device, signals, lock):
+        # Resolve: every `auto` gets a value, and what was asked for and cannot be is refused.
+        here, earlier = ThisMachine(device), None if fresh else run
+        job = resolve(job, here, earlier, until="machine")
+        if resume.is_finished(job.config, run, terminal.note, fresh=fresh):
             return Result(run)
-        config = resume.with_own_kernels(config, run, terminal.note, fresh=fresh)
-        kernels_off = replan.left_out(config, run, device, terminal.note, fresh=fresh)
-
-        # Prepare: the machine, the tokenizer, the architecture, the data.
-        config, inputs = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
-
-        # Plan: `auto` settings get values, and a job that does not fit is refused.
-        asked, earlier = config, None if fresh else run
-        config, forecast = plan(
-            asked, inputs.blueprint.architecture, inputs.data, device, terminal, earlier, kernels_off
-        )
+        job = resolve(job, until="kernels")
+        prepared, inputs = preparation.gather(job, run, device, lock, terminal, fresh=fresh)
+        job = resolve(prepared, until="memory")
+        config, forecast = job.config, job.forecast
 
         # Open: a new run directory, or an earlier one and its last checkpoint. Ranks have one each, below rank 0's.
         own, start = opening.open_run(config, run, inputs, forecast, lock, terminal.note, fresh=fresh)
@@ -97,19 +82,20 @@ def train(
             terminal.built(model, adapter.left_out(base, config.adapter), capacity)
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
-            job = training.TrainingJob(
+            trained = training.TrainingJob(
                 config, inputs.blueprint.architecture, model, inputs.tokenizer, inputs.data, own, monitor,
                 terminal, tracked, device=device, signals=signals, provenance=provenance, resume_from=start.checkpoint,
                 by_length=forecast.by_length if forecast else (), callbacks=callbacks,
-                kernels_off=kernels_off, resident=resident,
+                kernels_off=job.kernels_off, resident=resident,
             )  # fmt: skip
-            job = training.complete(job)
+            trained = training.complete(trained)
             measured.context(device, terminal.note)  # now that the kernels of a step are loaded
-            job, forecast = replan.without_ruled_out(job, asked, kernels_off, forecast, terminal)
-            config, ended = job.config, training.train(job)
+            trained, job = replan.without_ruled_out(trained, job, prepared, terminal)
+            config, forecast = job.config, job.forecast
+            ended = training.train(trained)
             sample_answers.after(model, inputs.tokenizer, config, own, answered)
             tracked.answers(own)
-            del base, model, job
+            del base, model, trained
 
         # Publish, and report.
         if ranks.is_main():

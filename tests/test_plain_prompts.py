@@ -19,7 +19,7 @@ from finetune.evaluation import run_models
 from finetune.export.export_formats import FORMATS
 from finetune.extras.init import proposal
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.resolve.planning import Planner
+from finetune.resolve.planner import Planner
 from finetune.storage.rundir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]

@@ -30,6 +30,7 @@ from finetune.storage.files import check_place
 
 if TYPE_CHECKING:
     from finetune.config import Config
+    from finetune.resolve import Job
 
 
 @command
@@ -92,7 +93,9 @@ def data(
     with importing(f"data of {config}", ", then tokenizing the rows"):
         from finetune.data import inspection
         from finetune.report.data_view import DataView
-    give_page(DataView(inspection.inspect_data(job)), as_json, page)
+        from finetune.resolve import resolve
+    resolved = resolve(job, until="base")
+    give_page(DataView(inspection.inspect_data(resolved.config, resolved.architecture)), as_json, page)
 
 
 @command
@@ -151,47 +154,44 @@ def plan(
         raise ConfigError("--picture and --html show a training step; leave out --inference")
     if inference and gpus > 1:
         raise ConfigError("--gpus share a training step, while one GPU generates answers; leave one of both out")
-    job = finetune.load_config(config, overrides or [])
-    if not as_json:
-        announce(f"plan of {config}", job)
+    asked = finetune.load_config(config, overrides or [])
+    job = asked if as_json else announce(f"plan of {config}", asked, gpu)
     if inference:
         fits = _plan_answers(job, gpu, batch, context, cache, as_json)
     else:
-        fits = _plan_training(job, gpu, gpus, picture, page, as_json)
+        fits = _plan_training(asked, job, gpu, gpus, picture, page, as_json)
     if not fits:
         sys.exit(OutOfMemoryError.exit_code)
 
 
-def _plan_answers(job: Config, gpu: str | None, rows: int, context: int | None, cache: str, as_json: bool) -> bool:
+def _plan_answers(
+    job: Config | Job, gpu: str | None, rows: int, context: int | None, cache: str, as_json: bool
+) -> bool:  # fmt: skip
     """Print the forecast of answers, and return whether they fit."""
     with libraries.importing():
-        from finetune.forecast import answer_memory
         from finetune.report.forecast_view import ServingView
         from finetune.resolve import planning
-    if job.quantization.kind == "auto":  # decided as in training
-        job = planning.planner_for(job, gpu).job
-    forecast = answer_memory.forecast(job, gpu, rows=rows, context=context, cache=cache)
+    forecast = planning.answers(job, gpu, rows=rows, context=context, cache=cache)
     give(ServingView(forecast), as_json)
     return forecast.fits
 
 
 def _plan_training(
-    job: Config, gpu: str | None, gpus: int, picture: Path | None, page: Path | None, as_json: bool
+    asked: Config, job: Config | Job, gpu: str | None, gpus: int, picture: Path | None, page: Path | None, as_json: bool
 ) -> bool:
     """Print, draw and write the forecast of a training step, and return whether it fits."""
     with libraries.importing():
         from finetune.export import publish
-        from finetune.lifecycle.plan import check_served
         from finetune.report.forecast_view import PlanView
         from finetune.resolve import planning
         from finetune.storage.files import amount
-    planned = planning.plan(job, gpu, gpus, check_served)
+    planned = planning.plan(job, gpu, gpus)
     view = PlanView(planned)
     if not as_json:
-        note_rows(job.data)
-        said = planned.why_quantized or job.output.serve  # already said in the header
-        if (kind := planned.config.quantization.kind) != job.quantization.kind and not said:
-            new_terminal().note(f"quantization.kind: {kind}, the form that `{job.model.name}` is published in")
+        note_rows(asked.data)
+        said = planned.why_quantized or asked.output.serve  # already said in the header
+        if (kind := planned.config.quantization.kind) != asked.quantization.kind and not said:
+            new_terminal().note(f"quantization.kind: {kind}, the form that `{asked.model.name}` is published in")
         if rounding := publish.rounding_bytes(planned.config, view.forecast.device.type):
             new_terminal().note(f"rounding with the training rows, apart from training, takes {amount(rounding)}")
     if picture:
@@ -212,17 +212,15 @@ def fit(
     as_json: options.Json = False,
 ) -> None:
     """Find the fastest setting that fits. At the same global batch; written as a config."""
-    job = finetune.load_config(config, overrides or [])
+    asked = finetune.load_config(config, overrides or [])
     target = output or Path(f"{config.stem}_fitted.yaml")
     check_place(target)
-    if not as_json:
-        announce(f"fit of {config}", job)
+    job = asked if as_json else announce(f"fit of {config}", asked, gpu)
     with libraries.importing():
-        from finetune.lifecycle.plan import check_served
         from finetune.report.forecast_view import FittedView
         from finetune.resolve import planning
-    fitted, limits = planning.fit_with_limits(job, gpu, gpus, check_served)
+    fitted, limits = planning.fit_with_limits(job, gpu, gpus)
     planning.write(fitted, target)
     if not as_json:
-        note_rows(job.data)
+        note_rows(asked.data)
     give(FittedView(fitted, limits, target), as_json)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from finetune.config import Config, DataSection
     from finetune.report.terminal import Terminal
     from finetune.report.view import PageView, View
+    from finetune.resolve import Job
 
 
 @contextlib.contextmanager
@@ -79,22 +80,25 @@ def wrote(path: Path, as_json: bool) -> None:
     typer.echo(visible(f"wrote {path}"), err=as_json)
 
 
-def announce(title: str, job: Config) -> None:
+def announce(title: str, config: Config, gpu: str | None = None) -> Config | Job:
     """Print the job to be forecast, before its libraries take seconds to import; and how it will be served, for which
-    its base must be known.
+    its base must be known. The job as far as it was resolved for that.
     """
     from rich.console import Console
 
     from finetune.report import printing, words
 
-    note = None
-    if job.output.serve:
+    job: Config | Job = config
+    lines: list[str] = []
+    if config.output.serve:
         with libraries.importing():
-            from finetune.model import base, served
-        job, note = served.resolved(job, base.load_architecture(job.model, listed=True))
-    printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job.adapter)}")
-    for line in (note or "").splitlines():
+            from finetune.resolve import planning, resolve
+        resolved = job = resolve(config, planning.machine_of(config.memory, gpu), until="form")
+        config, lines = resolved.config, resolved.notes.get("output.serve", "").splitlines()
+    printing.say(Console(), f"{title}: {words.base(config)}; adapter: {words.adapter(config.adapter)}")
+    for line in lines:
         printing.say(Console(), line)
+    return job
 
 
 def note_rows(section: DataSection) -> None:

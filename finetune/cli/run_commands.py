@@ -41,14 +41,14 @@ def launch(
     given, swept, members = overrides or [], list[str](), list[list[str]]()
     if sweep:
         from finetune.extras.sweeps import grid
-        from finetune.model import bounds
+        from finetune.resolve import resolve
         from finetune.training import learning_rate
 
         given, keys = grid.split(given)
         made = grid.members(config, given, keys)
         for member in made:
             learning_rate.refuse_guess(member.config)
-            grid.refuse_open_kind(bounds.as_known_base_allows(member.config)[0].quantization)
+            grid.refuse_open_kind(resolve(member.config, until="base").config.quantization)
         members = [member.overrides for member in made]
         swept = [f"{key}={','.join(values)}" for key, values in keys.items()]
     try:

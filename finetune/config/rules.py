@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -326,8 +326,12 @@ RULES = (
 )  # fmt: skip
 
 
-def contradictions(config: Config) -> list[tuple[str, str]]:
-    """(key, message with remedy) of each broken rule, and of checks that are no rule of two keys."""
+def contradictions(config: Config, changes: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
+    """(key, message with remedy) of each broken rule, and of checks that are no rule of two keys.
+
+    With `changes`, of the config with those values.
+    """
+    config = config.changed(changes or {})
     broken = [(rule.key, rule.message) for rule in SERVING if rule.broken(config)]
     broken += serving.contradictions(config)
     resolved = config if broken else serving.resolved(config)[0]

@@ -13,20 +13,18 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from finetune.config import Config, DataSection, TrainingSection, loaded
+from finetune.config import Config, DataSection, TrainingSection
 from finetune.data import chat, fingerprint, formats, images, sources
 from finetune.data.batching import LargestBatch, MicroBatching, RowOrder, Sizes, epoch, longest_first, worst_batches
 from finetune.data.encoded import DESIRABLE, IGNORE, MEDIA, MISMATCHED, RowLayout, Segment, segments_of
 from finetune.data.examples import RowError
 from finetune.data.media import TEXT_ALONE, Media
-from finetune.data.prepare import Counts, Prepared, media_of, prepare, with_classes
+from finetune.data.prepare import Counts, Prepared, media_of, prepare
 from finetune.data.splits import SplitUse
 from finetune.data.vision import Vision
 from finetune.errors import ArtifactError
-from finetune.model import bounds
 from finetune.model.source import chat_template as template
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.runtime import libraries
 from finetune.storage.records import DataFacts, Sample, SampleImage, SplitFacts, TokenText
 
 # Sample rows shown with their mask: enough to notice a wrong one.
@@ -134,12 +132,13 @@ class Inspection:
         return values
 
 
-def inspect_data(config: Config) -> Inspection:
-    """Inspect the data that the job would train on (see `finetune.inspect_data`)."""
-    libraries.quiet()
-    config, _ = bounds.as_known_base_allows(with_classes(loaded(config)))
+def inspect_data(config: Config, architecture: Any) -> Inspection:
+    """Inspect the data that a job would train on, resolved as its base allows (see `finetune.inspect_data`).
+
+    An `architecture` that could not be loaded, None, is reported where it is needed: for images.
+    """
     tokenizer = load_tokenizer(config.model, config.data)
-    return inspect(config.data, config.training, tokenizer, media_of(config, tokenizer))
+    return inspect(config.data, config.training, tokenizer, media_of(config, tokenizer, architecture))
 
 
 def inspect(section: DataSection, training: TrainingSection, tokenizer: Any, media: Media = TEXT_ALONE) -> Inspection:

@@ -129,19 +129,17 @@ def prepare(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> 
     return Prepared(train, held_out, train_counts, eval_counts, warning, media, splits)
 
 
-def with_classes(config: Config) -> Config:
-    """`config` with the classes of all its training rows, if it trains a classifier and does not name them.
+def classes(section: DataSection) -> list[str]:
+    """The classes of a classifier: those that the config names, or those of all training rows.
 
     Raises DataError for rows that cannot be read or have no class, and if all have the same; ConfigError for classes
     that the config names and that are too few, or equal.
     """
-    if config.scorer != "classifier":
-        return config
-    if own := config.data.labels:
+    if own := section.labels:
         if len({*own}) < max(2, len(own)):
             raise ConfigError("`data.labels` must be two or more different classes; remove it for those of the rows")
-        return config
-    section, problems, names = config.data, Problems(), set[str]()
+        return own
+    problems, names = Problems(), set[str]()
     with problems:
         for row in sources.rows(section.train, "train", problems, section.encoding):
             try:
@@ -156,8 +154,7 @@ def with_classes(config: Config) -> Config:
         raise DataError(
             f"`data.train` ({named(section.train)}): of its rows {found}; a classifier needs two classes or more"
         )
-    labels = labelled.in_order(names)
-    return config.changed({"data.labels": labels, "model.labels": labels})
+    return labelled.in_order(names)
 
 
 def _rows_of(source: str, rows: RowTable | None) -> int:

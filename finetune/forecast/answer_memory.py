@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from finetune.config import AdapterSection, Config
 from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError, first_line
-from finetune.forecast import depth, device_paths, devices
+from finetune.forecast import depth, device_paths
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, extrapolate, shorten, shorten_apart, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
@@ -27,11 +27,9 @@ from finetune.forecast.replay import Replay, replayed
 from finetune.forecast.trace import CATEGORIES, Trace
 from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.generation import caches
-from finetune.model import bounds, build, precision, served
+from finetune.model import bounds, build
 from finetune.model.adapters.adapter import attach
 from finetune.model.attention import backends
-from finetune.model.base import load_architecture
-from finetune.runtime import libraries
 
 KV_CACHE = "kv_cache"
 PHASES = ("load", "prompt", "decoding")
@@ -65,23 +63,18 @@ class Serving(DeviceMemory):
 
 
 def forecast(
-    config: Config, gpu: str | None = None, *, rows: int = 1, context: int | None = None, cache: str = "dynamic"
-) -> Serving:
+    config: Config, architecture: Any, device: Device, *, rows: int = 1, context: int | None = None,
+    cache: str = "dynamic",
+) -> Serving:  # fmt: skip
     """Forecast what `finetune generate` takes with the job's base and adapter, `rows` prompts at a time.
 
-    `context` is by default `data.max_length`; `cache` is a key of `caches.CACHES`, `gpu` as for a plan. Raises
-    ConfigError for an unknown model, GPU or KV cache, or a context beyond the model's positions, and ForecastError for
-    a model that cannot be traced.
+    `context` is by default `data.max_length`; `cache` is a key of `caches.CACHES`. Raises ConfigError for an unknown KV
+    cache, or a context beyond the model's positions, and ForecastError for a model that cannot be traced.
     """
-    libraries.quiet()
-    device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
-    name = config.model.name
-    architecture = load_architecture(config.model, listed=True)
-    config, _ = served.resolved(precision.resolved(config, [device.arithmetic])[0], architecture)
     known = bounds.positions(architecture)
     context = context or min(config.data.max_length, known or config.data.max_length)
     if known and context > known:
-        raise ConfigError(f"--context: {context} is more than the {known} positions of `{name}`")
+        raise ConfigError(f"--context: {context} is more than the {known} positions of `{config.model.name}`")
     serving = of(config, architecture, device, rows=rows, context=context, cache=cache)
     sizes = {}
     for kind in caches.CACHES:

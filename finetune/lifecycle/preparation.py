@@ -6,7 +6,7 @@ Cheap checks come first, and ranks with different inputs fail before they wait f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from finetune.data.media import Media
 from finetune.data.prepare import Prepared, check_ids, media_of, prepare
 from finetune.errors import ConfigError, DataError
 from finetune.export import publish
-from finetune.forecast import devices, measured
+from finetune.forecast import measured
 from finetune.lifecycle import provenance, resume
 from finetune.lifecycle.session import Lock
 from finetune.model import bounds, build
@@ -29,14 +29,14 @@ from finetune.model.build import Blueprint
 from finetune.model.distributed import context
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.experts import Mixture
-from finetune.model.structure.quantization import with_kind
 from finetune.objectives import contract, trial
-from finetune.resolve.planning import Planner, check_traceable
+from finetune.report.terminal import Terminal
+from finetune.resolve import Job, resolve
+from finetune.resolve.planner import check_traceable
 from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.environment import describe
 from finetune.runtime.stages import stage
 from finetune.storage.rundir import RunDirectory
-from finetune.training import reference_scores
 from finetune.training.checks import check
 
 
@@ -57,16 +57,19 @@ class JobInputs:
 
 
 def gather(
-    config: Config, run: RunDirectory, device: torch.device, lock: Lock, note: Callable[[str], None], *, fresh: bool
-) -> tuple[Config, JobInputs]:  # fmt: skip
+    job: Job, run: RunDirectory, device: torch.device, lock: Lock, terminal: Terminal, *, fresh: bool
+) -> tuple[Job, JobInputs]:  # fmt: skip
     """Check the machine, then load and check tokenizer, architecture and data; no weights are read.
 
-    The config returned has a kind of quantization in place of `auto`. A problem of one rank is raised on all.
+    The job returned has its data, and a kind of quantization in place of `auto`. A problem of one rank is raised on
+    all.
     """
+    config, note = job.config, terminal.note
     environment = _check_machine(config, device, note)
     ranks.main_does(lambda: lock.take() if run.exists else None)  # before anything slow
     with ranks.agreeing():
-        architecture = load_architecture(config.model)  # first, as it refuses bases that cannot be trained
+        # First, as it refuses bases that cannot be trained.
+        architecture = job.architecture or load_architecture(config.model)
         tokenizer = load_tokenizer(config.model, config.data)
     provenance.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
     with ranks.agreeing():
@@ -91,16 +94,16 @@ def gather(
         contract.check_rows(config.training.objective, data.layout, config.distributed.context)
         check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
         publish.check_served(run, config, tokenizer, data.kind)
-    if config.quantization.kind == "auto":
-        config = _quantized(config, architecture, data, device, note)
+    job = resolve(replace(job, architecture=architecture, data=data), until="weights")
+    if "quantization.kind" in job.why:
         with ranks.agreeing():
-            blueprint = build.blueprint(config, architecture, attention)
+            blueprint = build.blueprint(job.config, architecture, attention)
             mixture = blueprint.check(adapter)
     with ranks.agreeing():
-        recorded = provenance.of(config, data, tokenizer, environment, note)
+        recorded = provenance.of(job.config, data, tokenizer, environment, note)
         started_from = _started_from(config.model, adapter, tokenizer, recorded["base"], note)
     provenance.refuse_other_ranks({**recorded, "started_from": started_from and started_from["sha256"]})
-    return config, JobInputs(
+    return job, JobInputs(
         tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, recorded, started_from
     )
 
@@ -115,22 +118,6 @@ def _prepared(section: DataSection, run: RunDirectory, media: Media, tokenizer: 
                 "put each image back, or another of its size in its place; without a row, use --fresh to start over"
             ) from None
         raise
-
-
-def _quantized(
-    config: Config, architecture: Any, data: Prepared, device: torch.device, note: Callable[[str], None]
-) -> Config:
-    """`config` with the least quantization that fits this device; the same on all ranks."""
-
-    def of_first_rank() -> tuple[str, str | None]:
-        stage("forecasting how little quantization fits")
-        job, card = reference_scores.decided(config, data), devices.here(device, config.memory)
-        planner = Planner(job, architecture, card, data, ranks.world_size()).decided()
-        return planner.job.quantization.kind, planner.why_quantized
-
-    kind, why = ranks.main_does(of_first_rank)
-    note(f"quantization.kind: {kind} ({why})")
-    return with_kind(config, kind)
 
 
 def _refuse_on_experts(base: Any, section: AdapterSection) -> None:

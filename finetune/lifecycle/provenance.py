@@ -17,6 +17,7 @@ from finetune.data import fingerprint
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, DataError, FinetuneError, MachineError
 from finetune.model.source import identity
+from finetune.resolve.steps import PATHS
 from finetune.runtime import ranks
 from finetune.storage import checkpoint, records
 from finetune.storage.rundir import RunDirectory
@@ -28,10 +29,6 @@ MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "
               "training.early_stopping", "preference.reference", "memory.", "kernels.", "distributed.", "tracking.",
               "output.")  # fmt: skip
 """Settings that may change when a run is resumed: its length, its monitoring, and its use of memory and time."""
-
-# Only rank 0 writes `output.dir`.
-_PATH_KEYS = ("model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "adapter.start_from",
-              "output.dir")  # fmt: skip
 
 
 class _Refusal(NamedTuple):
@@ -110,12 +107,6 @@ def of(
     }
 
 
-def with_local_paths(config: Config, local: Config) -> Config:
-    """`config` with the paths of `local`."""
-    sections = {key: key.split(".") for key in _PATH_KEYS}
-    return config.changed({key: getattr(getattr(local, name), field) for key, (name, field) in sections.items()})
-
-
 def refuse_other_ranks(mine: dict[str, Any]) -> None:
     """Raise on all ranks, naming rank and field, if a rank's `mine`, of any parts, differs from rank 0's."""
     ranks.agree(_refuse_other_ranks, mine)
@@ -127,7 +118,7 @@ def _refuse_other_ranks(of_ranks: list[dict[str, Any]]) -> None:
         differences = _differences(first, _known(other))
         if "config" in differences:
             random = first["config"]["model"]["weights"] == "random"  # `model.name` is then no path
-            paths = [key for key in _PATH_KEYS if key != "model.name" or not random]
+            paths = [key for key in PATHS if key != "model.name" or not random]
             differences = {**differences, "config": _without(differences["config"], paths)}
         _refuse(differences, _BETWEEN_RANKS, rank=rank)
 
@@ -164,7 +155,7 @@ def _cure(config: Config, changes: Mapping[str, tuple[Any, Any]]) -> str:
         return "Set another"
     before = {"quantization.kind": config.quantization.kind, **before}
     held = " and ".join(f"`{key}: {str(old).lower()}`" for key, old in before.items())
-    if contradictions(config.changed({**before, "output.way": "rounded"})):
+    if contradictions(config, {**before, "output.way": "rounded"}):
         cure = f"remove `output.serve` and set {held}"
     else:
         cure = f"set `output.way: rounded` and {held}"

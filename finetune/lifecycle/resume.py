@@ -1,8 +1,7 @@
-"""Resuming a run: whether it is finished, which checkpoint it resumes from, and with which micro-batch."""
+"""Resuming a run: whether it is finished, and which checkpoint it resumes from."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,14 +12,10 @@ from finetune.errors import ArtifactError, FinetuneError
 from finetune.lifecycle import provenance
 from finetune.model import build
 from finetune.model.adapters import adapter_files
-from finetune.model.structure.quantization import with_kind
 from finetune.runtime import ranks
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory, checkpoint_step
-from finetune.training import oom_retry, state
-
-# Keys that keep the values of the run's start where its config leaves them to the program.
-_AS_STARTED = ("quantization.kind", "training.precision", "training.learning_rate", "adapter.expert_rank")
+from finetune.training import state
 
 
 @dataclass(frozen=True)
@@ -46,23 +41,6 @@ def is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], 
     return ranks.main_does(lambda: _is_finished(config, run, note, fresh))
 
 
-def with_own_kernels(config: Config, run: RunDirectory, note: Callable[[str], None], *, fresh: bool) -> Config:
-    """`config`, with the `kernels.fused` that a run to resume was started with unless it names one itself.
-
-    The default was `off` in earlier versions, and kernels round differently: so the run goes on to the same numbers.
-    """
-    fused = ranks.main_does(lambda: None if fresh or not run.saved_steps else _fused_before(run))
-    if fused in (None, config.kernels.fused) or "fused" in config.kernels.model_fields_set:
-        return config
-    note(f"kernels.fused: {fused}, as this run was started with; set it to change that")
-    return config.changed({"kernels.fused": fused})
-
-
-def _fused_before(run: RunDirectory) -> str:
-    then = run.config().kernels
-    return then.fused if "fused" in then.model_fields_set else "off"
-
-
 def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], fresh: bool) -> bool:
     if fresh or not run.has_results:
         return False
@@ -83,21 +61,6 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
         "training.epochs; to start over, use --fresh (the old run is moved aside)"
     )
     return True
-
-
-def as_started(config: Config, run: RunDirectory, *, fresh: bool) -> Config:
-    """`config` with the values that `run` was started with for the keys of `_AS_STARTED`, where it says `auto`.
-
-    Runs of versions before `adapter.expert_rank` left experts out of `all-linear`, and had another default rate.
-    """
-    left = [key for key in _AS_STARTED if config.value(key) == "auto"]
-    # Each rank keeps the config of its own, which is compared with the others' afterwards.
-    then = ranks.main_does(lambda: None if fresh or not (left and run.has_results) else run.config())
-    if then is None:
-        return config
-    if "quantization.kind" in left:
-        config = with_kind(config, then.quantization.kind)
-    return config.changed({key: then.value(key) for key in left})
 
 
 def _unlike_trained(model: ModelSection, adapter: AdapterSection, run: RunDirectory) -> str | None:
@@ -124,19 +87,6 @@ def _wants_more_steps(now: TrainingSection, run: RunDirectory) -> bool:
     if now.max_steps:  # early stopping may have ended it before its `max_steps`
         return now.max_steps > (then.max_steps or run.steps_done)
     return then.max_steps is not None or now.epochs > then.epochs
-
-
-def lowered(config: Config, run: RunDirectory) -> dict[str, int]:
-    """The keys of a micro-batch smaller than `config`'s, as a rank recorded it when it ran out of memory with these
-    settings in an earlier start.
-    """
-    lowered = {f"training.{key}": value for key, value in config.training.model_dump().items()}
-    now = dict(lowered)
-    for event in itertools.chain.from_iterable(each.events() for each in run.of_ranks):
-        if event["event"] == "micro_batch_lowered" and event.get("settings") == oom_retry.settings(config):
-            for key, value in event["lowered"].items():
-                lowered[key] = min(value, lowered[key] or math.inf)
-    return {key: value for key, value in lowered.items() if value != now[key]}
 
 
 def find(run: RunDirectory) -> Start:

@@ -8,9 +8,7 @@ from typing import Any
 from torch import nn
 
 from finetune.config import Config, ModelSection
-from finetune.errors import ArtifactError, ConfigError, FinetuneError
-from finetune.model import served
-from finetune.model.base import load_architecture
+from finetune.errors import ArtifactError, ConfigError
 from finetune.model.build import weightless
 from finetune.model.source.tokenizer import new_rows
 
@@ -57,18 +55,8 @@ def positions(architecture: Any) -> int | None:
     return count
 
 
-def as_base_allows(config: Config, architecture: Any) -> tuple[Config, str | None]:
-    """`within_positions`, `with_new_rows` and `served.resolved`; with a line for each note."""
-    config, kind = served.resolved(config, architecture)
-    config, length = within_positions(config, architecture)
-    config, rows = with_new_rows(config, architecture)
-    return config, "\n".join(filter(None, (kind, length, rows))) or None
-
-
-def with_new_rows(config: Config, architecture: Any) -> tuple[Config, str | None]:
-    """`config` with the rows of `data.new_tokens`, for which `model.vocabulary` is raised if need be; and a note."""
-    if not config.data.new_tokens:
-        return config, None
+def new_tokens(config: Config, architecture: Any) -> tuple[dict[str, Any], str]:
+    """The changes that `data.new_tokens` make: their rows, and a `model.vocabulary` raised if need be; and a note."""
     rows, size = new_rows(config.model, config.data), vocabulary(architecture)
     if size is None:
         raise ConfigError(f"`data.new_tokens`: the config of {config.model.name} has no vocabulary size; remove them")
@@ -85,11 +73,11 @@ def with_new_rows(config: Config, architecture: Any) -> tuple[Config, str | None
         f"data.new_tokens: {len(rows)} rows of the embedding and the head are trained, each from the mean of the "
         "tokens that spelled it; as the head is trained, the loss is not fused"
     )
-    return config.changed(changes), note
+    return changes, note
 
 
-def within_positions(config: Config, architecture: Any) -> tuple[Config, str | None]:
-    """`config` with `data.max_length` within the base's limit, and a one-line note if there is something to say.
+def within_positions(config: Config, architecture: Any) -> tuple[dict[str, Any], str | None]:
+    """The change of `data.max_length` to what the base allows, and a one-line note if there is something to say.
 
     A default `data.max_length` is lowered to the base's positions. An explicit one above them raises ConfigError if
     position embeddings are a table, and is kept if positions are computed.
@@ -97,27 +85,19 @@ def within_positions(config: Config, architecture: Any) -> tuple[Config, str | N
     name, length = config.model.name, config.data.max_length
     known = positions(architecture)
     if known is None or length <= known:
-        return config, None
+        return {}, None
     if "max_length" not in config.data.model_fields_set:
-        lowered = config.changed({"data.max_length": known})
-        return lowered, f"data.max_length: lowered from {length} to {known}, the positions of `{name}`"
+        return {
+            "data.max_length": known
+        }, f"data.max_length: lowered from {length} to {known}, the positions of `{name}`"
     if _is_bounded(config.model, architecture):
         raise ConfigError(
             f"`data.max_length`: {length} is more than the {known} positions of `{name}`; set it to {known}"
         )
-    return config, (
+    return {}, (
         f"`data.max_length` {length} is above the {known} positions that `{name}` was made for: quality may "
         "drop on longer rows"
     )
-
-
-def as_known_base_allows(config: Config) -> tuple[Config, str | None]:
-    """`as_base_allows` if the base's config can be loaded, else `config` unchanged."""
-    try:
-        architecture = load_architecture(config.model)
-    except FinetuneError:
-        return config, None
-    return as_base_allows(config, architecture)
 
 
 def _is_bounded(model: ModelSection, architecture: Any) -> bool:

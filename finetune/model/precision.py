@@ -78,22 +78,20 @@ def of_device(device: torch.device) -> Arithmetic:
     return of_card(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
-def resolved(config: Config, of_ranks: Sequence[Arithmetic]) -> tuple[Config, str | None]:
-    """`config` with a value for `training.precision: auto`, and the reason for it; unchanged, with None, for others.
+def fastest(config: Config, of_ranks: Sequence[Arithmetic]) -> tuple[str, str]:
+    """What `training.precision: auto` is, and the reason for it.
 
     It is the fastest that the devices of all ranks compute natively and that no other key rules out.
     """
-    if config.training.precision != "auto":
-        return config, None
     least = min(of_ranks, key=lambda each: len(each.native))
     known, why = contradictions(config), least.why
     for name in least.native:
-        job = config.changed({"training.precision": name})
-        ruled_out = [message for broken in contradictions(job) if broken not in known for message in broken[1:]]
+        broken = contradictions(config, {"training.precision": name})
+        ruled_out = [message for one in broken if one not in known for message in one[1:]]
         if not ruled_out:
             break
         why += f"; {ruled_out[0].partition(';')[0]}"
-    return job, why
+    return name, why
 
 
 def check(precision: str, device_type: str, arithmetic: Arithmetic) -> None:

@@ -21,6 +21,7 @@ from rich.text import Text
 from finetune.config import Config, DataSection, serving
 from finetune.data.prepare import Prepared
 from finetune.forecast.job_forecast import Forecast
+from finetune.forecast.plan import Fitted
 from finetune.measure.monitor import Peak, headline
 from finetune.model.structure import experts
 from finetune.model.structure.experts import Mixture
@@ -171,6 +172,13 @@ class Terminal:
 
     def note(self, text: str) -> None:
         self._say(text, "yellow")
+
+    def resolved(self, said: str | Fitted) -> None:
+        """Print what a step of the resolution says: a note, or the values that were chosen."""
+        if isinstance(said, Fitted):
+            self.show(forecast_view.ChosenView(said))
+        else:
+            self.note(said)
 
     def _progress(self, line: dict[str, Any]) -> str:
         done = line["step"] - self._first_step

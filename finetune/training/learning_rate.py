@@ -8,8 +8,7 @@ from typing import Any
 
 from finetune.config import Config
 from finetune.data.counts import Counts
-from finetune.errors import ConfigError, FinetuneError
-from finetune.model.base import load_architecture
+from finetune.errors import ConfigError
 from finetune.model.structure import experts
 from finetune.objectives import OBJECTIVES, layout_of
 from finetune.training.optimizers import OPTIMIZERS
@@ -48,16 +47,14 @@ def _width(architecture: Any) -> int:
     return getattr(architecture.get_text_config(), "hidden_size", None) or _WIDTH
 
 
-def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
-    """`config` with a number for `training.learning_rate: auto`, and a note that says what it comes from.
+def evidence(config: Config, architecture: Any) -> str | None:
+    """A note on what `training.learning_rate: auto` comes from, or on what speaks against the job's own settings.
 
-    For other values, the note says what speaks against them, if anything does. For an optimizer of which no
-    sweep tells the rate, `auto` is AdamW's.
+    For an optimizer of which no sweep tells the rate, `auto` is AdamW's.
     """
     given, optimizer = config.training.learning_rate, OPTIMIZERS[config.optimizer.kind]
     rate, why = best_rate(config, architecture)
     if given == "auto":
-        config = config.changed({"training.learning_rate": rate})
         notes = [f"training.learning_rate: {rate:g}, {why}"]
     elif not rate / _FAR <= given <= rate * _FAR and _width(architecture) >= _WIDTH and optimizer.rate:
         way = "above" if given > rate else "below"
@@ -73,7 +70,7 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
         notes.append(
             "adapter.targets: adapters on attention alone learn less than as many weights on all linear layers"
         )
-    return config, "\n".join(f"{note} (docs/choosing.md)" for note in notes) or None
+    return "\n".join(f"{note} (docs/choosing.md)" for note in notes) or None
 
 
 def refuse_guess(config: Config) -> None:
@@ -84,15 +81,6 @@ def refuse_guess(config: Config) -> None:
             f"`training.learning_rate: auto`: no sweep tells the rate of `{kind}`, which is far from AdamW's; set a "
             "number, and try several with `finetune sweep`"
         )
-
-
-def resolved_if_known(config: Config) -> tuple[Config, str | None]:
-    """`resolved` if the base's config can be loaded, else `config` unchanged. Raises as `refuse_guess`."""
-    refuse_guess(config)
-    try:
-        return resolved(config, load_architecture(config.model))
-    except FinetuneError:
-        return config, None
 
 
 def capacity(config: Config, model: Any, counts: Counts) -> str | None:

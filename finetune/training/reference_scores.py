@@ -117,17 +117,16 @@ def starting(model: Any, adapter: AdapterSection) -> contextlib.AbstractContextM
     return adapter_off(model) if adapter.starts_at_zero else contextlib.nullcontext()
 
 
-def decided(config: Config, data: Prepared | None) -> Config:
-    """The config with a value for `preference.reference`, if it is `auto` and the objective needs a reference.
+def pass_for(config: Config, data: Prepared | None) -> str | None:
+    """What `preference.reference: auto` is; None for another value, and for an objective without a reference.
 
     What takes fewer seconds, and those are proportional to the rows that are scored: all of them once, or those of each
     step and evaluation. If equal, once: another start, or another run on these rows, scores none.
     """
     objective = OBJECTIVES.get(config.training.objective)
     if objective is None or not objective.reference or config.preference.reference != "auto":
-        return config
-    cached = config.caches_reference or in_step_share(config.training, data) >= 1
-    return config.changed({"preference.reference": "cached" if cached else "in_step"})
+        return None
+    return "cached" if config.caches_reference or in_step_share(config.training, data) >= 1 else "in_step"
 
 
 def in_step_share(training: TrainingSection, data: Prepared | None) -> float:

@@ -126,7 +126,7 @@ def least_first(config: Config) -> list[dict[str, str]]:
 
     ways = [{"distributed.kind": "ddp"}]
     in_parts = [{"distributed.kind": "fsdp", "distributed.stage": stage} for stage in ("gradients", "weights")]
-    if OPTIMIZERS[config.optimizer.kind].can_update("row") and not contradictions(config.changed(in_parts[0])):
+    if OPTIMIZERS[config.optimizer.kind].can_update("row") and not contradictions(config, in_parts[0]):
         ways += in_parts
     return ways
 

@@ -93,7 +93,7 @@ def test_a_setting_is_forecast_without_a_gpu(name: str) -> None:
     import measured_step
 
     from finetune.forecast import devices as device
-    from finetune.resolve.planning import Planner
+    from finetune.resolve.planner import Planner
 
     (setting,) = (one for one in forecast_gpu.SETTINGS if one.name == name)
     config, architecture = setting.resolved(), setting.build_architecture()

@@ -95,7 +95,9 @@ def _message(mistake: Mistake) -> str:
 
 def _check(job: Config, gpu: str | None) -> None:
     """What `finetune train` checks before the weights are loaded."""
-    job, _ = precision.resolved(job, [devices.find(gpu or "cpu", job.memory).arithmetic])
+    if job.training.precision == "auto":
+        name, _ = precision.fastest(job, [devices.find(gpu or "cpu", job.memory).arithmetic])
+        job = job.changed({"training.precision": name})
     tokenizer = load_tokenizer(job.model, job.data)
     build.blueprint(job, load_architecture(job.model), "eager").check(job.adapter)
     prepare(job.data, tokenizer)

@@ -18,7 +18,7 @@ from finetune.config import Config, dump, values_of
 from finetune.config.serving import GRIDS, RUNTIMES, SERVED, resolved
 from finetune.errors import ConfigError
 from finetune.lifecycle import provenance
-from finetune.model import bounds
+from finetune.resolve import resolve
 from finetune.storage.rundir import RunDirectory
 from finetune.training.checks import check
 
@@ -274,7 +274,13 @@ def of_base(job: Path, of: str, *overrides: str) -> tuple[Config, str | None]:
     """The config once its base, one of `BASES`, is known, and what is said of it."""
     folder = job.with_name(f"base {of}")
     named = f"model.name={folder if folder.exists() else base(folder, **BASES[of])}"
-    return bounds.as_known_base_allows(load_config(job, [named, *overrides]))
+    return known(load_config(job, [named, *overrides]))
+
+
+def known(config: Config) -> tuple[Config, str | None]:
+    """The config once its base is known, and what is said of it."""
+    job = resolve(config, until="base")
+    return job.config, "\n".join(job.notes.values()) or None
 
 
 @pytest.mark.parametrize(("of", "overrides", "key", "cure"), table(NOT_SERVED))
@@ -316,7 +322,7 @@ def test_what_a_base_cannot_have_beside_it_is_rounded_by_itself(of: str, overrid
     assert "as one file, rounded after training (" in str(note)
     assert why in str(note)
     (saved := job.with_name("saved.yaml")).write_text(dump(config))
-    assert bounds.as_known_base_allows(load_config(saved))[0] == config
+    assert known(load_config(saved))[0] == config
     with refusal(ConfigError, "`output.way`"):
         of_base(job, of, *overrides.split(), _BESIDE)
 
@@ -356,17 +362,17 @@ def test_the_header_of_a_plan_says_it_of_its_base(
 def test_experts_that_are_published_in_a_form_and_have_no_adapter_are_served_in_it(job: Path, tmp_path: Path) -> None:
     in_mxfp4 = {"model_type": "gpt_oss", "num_local_experts": 4, "quantization_config": {"quant_method": "mxfp4"}}
     serve = [f"model.name={base(tmp_path / 'base', **in_mxfp4)}", "output.serve=mxfp4", "output.runtime=ollama"]
-    config, _ = bounds.as_known_base_allows(load_config(job, [*serve, "adapter.expert_rank=0"]))
+    config, _ = known(load_config(job, [*serve, "adapter.expert_rank=0"]))
     assert config.output.way == "rounded"
     with refusal(ConfigError, "in mxfp4 already, and rounding them to it again undoes most"):
-        bounds.as_known_base_allows(load_config(job, serve))
+        known(load_config(job, serve))
 
 
 def test_a_kind_that_rounding_would_undo_is_refused_once_the_base_needs_it(job: Path, tmp_path: Path) -> None:
     named = f"model.name={base(tmp_path / 'base', **_MIXTURE)}"
     config = load_config(job, [named, "output.serve=q4_0", "quantization.kind=q4_0"])
     with refusal(ConfigError, "`quantization.kind`", "q4_0") as error:
-        bounds.as_known_base_allows(config)
+        known(config)
     assert "output.way: adapter" not in str(error.value), "from which `auto` has fallen back"
 
 
@@ -376,7 +382,7 @@ def test_experts_that_files_have_in_one_tensor_are_refused_where_servers_read_th
     folder = base(tmp_path / "base", **_MIXTURE)
 
     def resolved_as(serve: str) -> str:
-        config, note = bounds.as_known_base_allows(load_config(job, [f"model.name={folder}", f"output.serve={serve}"]))
+        config, note = known(load_config(job, [f"model.name={folder}", f"output.serve={serve}"]))
         return f"{config.output.way}: {note}"
 
     assert resolved_as("int4").startswith("adapter: ")
@@ -429,6 +435,6 @@ def test_a_job_whose_base_cannot_be_read_is_still_that_of_its_run(job: Path, tmp
     folder = base(tmp_path / "base", **_MIXTURE)
     config = load_config(job, [f"model.name={folder}", "output.serve=q4_0"])
     run = RunDirectory(tmp_path / "run")
-    run.create(bounds.as_known_base_allows(config)[0])
+    run.create(known(config)[0])
     folder.rename(tmp_path / "elsewhere")
-    provenance.refuse_changes(bounds.as_known_base_allows(config)[0], run)
+    provenance.refuse_changes(known(config)[0], run)

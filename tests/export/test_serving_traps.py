@@ -22,8 +22,8 @@ from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, proof, server_commands
 from finetune.export.gguf import gguf_model, gguf_packed
 from finetune.forms.packed import exact, pack
-from finetune.model import bounds
 from finetune.model.source import chat_template
+from finetune.resolve import resolve
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -153,13 +153,14 @@ def test_a_mixture_in_fp8_is_served_merged(model: Path) -> None:  # trap 10: vll
         json.dumps({"model_type": "qwen3_moe", "num_experts": 4, "num_attention_heads": 4, "vocab_size": 64, **sizes})
     )
     job = BF16.changed({"model.name": str(model), "output.serve": "fp8"})
-    config, line = bounds.as_known_base_allows(job)
+    resolved = resolve(job, until="form")
+    config, line = resolved.config, resolved.notes["output.serve"]
     assert (config.output.runtime, config.output.way, serving.export_of(config.output)) == ("vllm", "rounded", "fp8")
     assert "vLLM computes nonsense with an adapter on experts in FP8 (vllm#42007)" in str(line)
     with refusal(ConfigError, "`rounded`", "adapter.expert_rank") as refused:
-        bounds.as_known_base_allows(job.changed({"output.way": "adapter"}))
+        resolve(job.changed({"output.way": "adapter"}), until="form")
     assert refused.value.exit_code == 2
-    config, _ = bounds.as_known_base_allows(job.changed({"adapter.expert_rank": 0}))
+    config = resolve(job.changed({"adapter.expert_rank": 0}), until="form").config
     assert config.output.way == "adapter"
 
 

@@ -22,7 +22,7 @@ from finetune.config import Config
 from finetune.errors import MachineError
 from finetune.forecast.plan import Fitted
 from finetune.resolve import planning
-from finetune.resolve.planning import Planner
+from finetune.resolve.planner import Planner
 from finetune.storage.files import DISK_ERRORS, not_written, write_text
 from finetune.storage.rundir import RunDirectory
 

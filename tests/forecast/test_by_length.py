@@ -17,7 +17,7 @@ from finetune.data.batching import LargestBatch
 from finetune.forecast.job_forecast import Forecast, with_shorter
 from finetune.resolve import by_length, planning
 from finetune.resolve.fit import SPARE
-from finetune.resolve.planning import Planner
+from finetune.resolve.planner import Planner
 from finetune.storage.records import UpTo
 
 LONGEST, GRAIN, FIXED = 2048, 64, 4000

@@ -34,7 +34,7 @@ from finetune.model.distributed.placement import Placement
 from finetune.model.distributed.sharding import Sharding
 from finetune.model.recompute import checkpointing
 from finetune.resolve import planning
-from finetune.resolve.planning import Planner
+from finetune.resolve.planner import Planner
 from finetune.training import strategies
 
 Quick = Callable[..., Config]

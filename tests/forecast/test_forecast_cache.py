@@ -24,7 +24,7 @@ from finetune.forecast.cache import Kept
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.trace import Trace
 from finetune.resolve import planning
-from finetune.resolve.planning import Planner
+from finetune.resolve.planner import Planner
 from finetune.storage import private
 
 

@@ -15,8 +15,8 @@ from messages import refusal
 from transformers import cache_utils
 
 from finetune.errors import ConfigError
-from finetune.forecast import answer_memory
 from finetune.forecast.answer_memory import Serving, of
+from finetune.resolve import planning
 
 FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
 
@@ -62,7 +62,7 @@ def test_an_adapter_on_some_layers_by_pattern_counts_in_those_alone() -> None:
 
 @pytest.mark.slow
 def test_the_sizes_of_all_possible_caches_are_given(shallow_base: Path) -> None:
-    found = answer_memory.forecast(tiny_models.config(model__name=str(shallow_base)), "cpu", context=64).caches
+    found = planning.answers(tiny_models.config(model__name=str(shallow_base)), "cpu", context=64).caches
     assert found.keys() - {"quantized"} == {"dynamic", "static", "offloaded"}
     assert found["offloaded"] == found["dynamic"] <= found["static"] < found["dynamic"] + 1024
     if FP8:
@@ -94,6 +94,6 @@ def test_an_inference_that_does_not_fit_says_so() -> None:
 def test_a_context_beyond_the_positions_and_an_impossible_cache_are_refused() -> None:
     config = tiny_models.config(model__name="builtin:tiny-llama")
     with refusal(ConfigError, "--context:"):
-        answer_memory.forecast(config, "cpu", context=9_999_999)
+        planning.answers(config, "cpu", context=9_999_999)
     with refusal(ConfigError, "no layer of this model attends to a window"):
-        answer_memory.forecast(config, "cpu", cache="sliding")
+        planning.answers(config, "cpu", cache="sliding")

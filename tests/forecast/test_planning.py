@@ -25,9 +25,9 @@ from finetune.errors import ConfigError, ForecastError, OutOfMemoryError
 from finetune.forecast import traced_step
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.plan import Plan
-from finetune.lifecycle.plan import does_not_fit
 from finetune.resolve import planning
-from finetune.resolve.planning import Planner
+from finetune.resolve.planner import Planner
+from finetune.resolve.steps import does_not_fit
 from finetune.storage.rundir import RunDirectory
 
 Quick = Callable[..., Config]
@@ -190,7 +190,7 @@ def test_only_auto_settings_are_chosen(quick: Quick, monkeypatch: pytest.MonkeyP
     def fit(config: Config, layers: int, forecast: object, **given: Any) -> None:
         asked.update(given, layers=layers)
 
-    monkeypatch.setattr(planning.fitting, "fit", fit)
+    monkeypatch.setattr("finetune.resolve.planner.fitting.fit", fit)
     for overrides, rows, checkpointing in (
         (["training.micro_batch=auto", "memory.checkpointing=all"], [4, 2, 1], "all"),
         (["memory.checkpointing=auto", "training.micro_batch=2"], [2], None),
@@ -218,11 +218,11 @@ def test_auto_is_the_least_quantization_that_fits(quick: Quick, monkeypatch: pyt
         (10, "none", []), (8, "int8", []), (6, "fp8", []), (5, "nf4", []), (3, "nf4", []),
         (6, "nf4", ["adapter.dora=true"]),
     ):  # fmt: skip
-        planner = planning.planner_for(quick(*auto, "quantization.double=false", *overrides), f"{gib}GiB")
-        assert planner.job.quantization.kind == kind, gib
-        assert planner.job.quantization.double == (kind != "nf4"), "the default, where it is ignored"
-        assert "9.00 unquantized" in str(planner.why_quantized)
-    assert "fp8" not in str(planner.why_quantized), "which DoRA excludes"
+        job = planning.job_on(quick(*auto, "quantization.double=false", *overrides), f"{gib}GiB")
+        assert job.config.quantization.kind == kind, gib
+        assert job.config.quantization.double == (kind != "nf4"), "the default, where it is ignored"
+        assert "9.00 unquantized" in job.why["quantization.kind"]
+    assert "fp8" not in job.why["quantization.kind"], "which DoRA excludes"
 
 
 @pytest.mark.slow
@@ -361,6 +361,6 @@ def test_targets_that_the_model_lacks_are_reported_before_the_data_is_read(quick
 def test_a_process_is_measured_again_once_its_rows_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[None] = []
     found = tiny_models.cpu()
-    monkeypatch.setattr(planning, "_data", lambda *_: prepared.append(None))
+    monkeypatch.setattr("finetune.resolve.steps._at_hand", lambda *_: prepared.append(None))
     monkeypatch.setattr(planning.devices, "find", lambda *_: replace(found, outside_bytes=len(prepared)))
     assert planning.planner_for(load_config(TINY), "cpu").device.outside_bytes == 1

@@ -13,7 +13,7 @@ import finetune
 from finetune.forecast import devices
 from finetune.measure import snapshots, tensors
 from finetune.measure.monitor import HostMeter, LeakWatch, Monitor, headline
-from finetune.resolve.planning import Planner
+from finetune.resolve.planner import Planner
 
 MIB = 2**20
 

@@ -32,6 +32,7 @@ from finetune.model.recompute import checkpointing
 from finetune.model.source import catalog
 from finetune.model.structure import linear_layers
 from finetune.resolve import planning
+from finetune.resolve.planner import check_traceable
 from finetune.training.collator import MicroBatches
 
 ARCHITECTURES = ("bloom", "mpt", "rwkv", "mamba", "dbrx", "gemma3n_text", "jamba", "falcon_h1")
@@ -174,7 +175,7 @@ def test_a_model_without_experts_has_no_balancing_loss() -> None:
     dense.num_local_experts = 0
     for config in (dense, every_architecture.config("doge")):
         assert hasattr(config, "output_router_logits")
-        planning.check_traceable(tiny_models.config(), config, CPU)
+        check_traceable(tiny_models.config(), config, CPU)
 
 
 def test_packed_rows_are_refused_from_the_config_alone(subtests: pytest.Subtests) -> None:
@@ -311,7 +312,7 @@ def test_what_cannot_be_trained_is_refused_before_data_and_weights(
 def test_no_more_tokens_are_tried_than_the_model_has_positions() -> None:
     architecture = every_architecture.config("mpt")
     architecture.max_seq_len = 8
-    planning.check_traceable(tiny_models.config(), architecture, CPU)
+    check_traceable(tiny_models.config(), architecture, CPU)
 
 
 def test_a_failing_step_is_reported_before_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,9 +325,9 @@ def test_a_failing_step_is_reported_before_weights_are_loaded(tmp_path: Path, mo
     architecture = every_architecture.config("mpt")
     config = tiny_models.config()
     with refusal(ForecastError, "no such kernel"):
-        planning.check_traceable(config, architecture, CPU)
-    planning.check_traceable(config.changed({"memory.check": "off"}), architecture, CPU)
-    planning.check_traceable(config.changed({"memory.check": "warn"}), architecture, CPU)
+        check_traceable(config, architecture, CPU)
+    check_traceable(config.changed({"memory.check": "off"}), architecture, CPU)
+    check_traceable(config.changed({"memory.check": "warn"}), architecture, CPU)
     model = every_architecture.model(architecture)
     with refusal(ConfigError, "MptForCausalLM"):
         causality.prove(model)

@@ -22,11 +22,12 @@ from finetune.choices import load_config
 from finetune.config import ModelSection
 from finetune.data import fingerprint
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model import bounds, skeleton
+from finetune.model import skeleton
 from finetune.model.base import load_architecture
 from finetune.model.source import identity, prequantized
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure import quantizers
+from finetune.resolve import resolve
 from finetune.storage.rundir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]
@@ -254,7 +255,7 @@ def test_a_key_that_excludes_the_published_form_is_refused(changed: dict[str, An
         {"model": {"name": str(packed(KEPT["FP8"]))}, "data": {"train": "builtin:python_docs"}} | changed
     )
     with refusal(ConfigError, "is published in FP8"):
-        bounds.as_known_base_allows(config)
+        resolve(config, until="form")
 
 
 def test_every_command_refuses_a_quantized_base_before_it_reads_rows(

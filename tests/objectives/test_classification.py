@@ -22,11 +22,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 import finetune
-from finetune.data.prepare import prepare, with_classes
+from finetune.data.prepare import classes, prepare
 from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.evaluation.sequence_scores import _macro_f1
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure import sequence_head
+from finetune.resolve import resolve
 from finetune.storage.rundir import RunDirectory
 
 COLOURS = ("red", "green", "blue")
@@ -66,7 +67,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory, shallow_base: Path) -> Run
 
 
 def test_classes_are_those_of_the_training_rows_in_an_order_that_does_not_depend_on_theirs(job, tmp_path: Path) -> None:
-    config = with_classes(job())
+    config = resolve(job(), until="form").config
     assert config.data.labels == config.model.labels == ["blue", "green", "red"]
     for content, expected in (
         ([10, 2, 1], ["1", "2", "10"]),
@@ -74,8 +75,8 @@ def test_classes_are_those_of_the_training_rows_in_an_order_that_does_not_depend
         (["b", "a", -1], ["-1", "a", "b"]),
     ):
         file = write_rows(tmp_path / "other.jsonl", [{"text": f"a text {label}", "label": label} for label in content])
-        assert with_classes(job(f"data.train={file}")).data.labels == expected
-    assert with_classes(job("data.labels=[red, green, blue, black]")).data.labels == ["red", "green", "blue", "black"]
+        assert classes(job(f"data.train={file}").data) == expected
+    assert classes(job("data.labels=[red, green, blue, black]").data) == ["red", "green", "blue", "black"]
 
 
 def test_a_row_has_the_tokens_that_the_tokenizer_or_its_template_gives_whoever_asks(job, tmp_path: Path) -> None:
@@ -87,7 +88,8 @@ def test_a_row_has_the_tokens_that_the_tokenizer_or_its_template_gives_whoever_a
         {"messages": turns[:1], "label": 0},
         {"prompt": turns[:1], "system": "Answer.", "label": 2},
     ]
-    config = with_classes(job(f"data.train={write_rows(tmp_path / 'kinds.jsonl', content)}", "data.eval=none"))
+    config = job(f"data.train={write_rows(tmp_path / 'kinds.jsonl', content)}", "data.eval=none")
+    config = resolve(config, until="form").config
     tokenizer = load_tokenizer(config.model, config.data)
     found = prepare(config.data, tokenizer).train
     system = {"role": "system", "content": "Answer."}
@@ -145,7 +147,7 @@ def test_the_gradient_is_that_of_transformers_classifier_however_the_step_is_spl
         scores = torch.cat([own(model, input_ids=torch.tensor([row["input_ids"]])).logits for row in kept])
     labels = torch.tensor([int(row["label"]) for row in kept])
     assert loss == pytest.approx(float(cross_entropy(scores, labels)), rel=1e-6)
-    config = with_classes(config)
+    config = resolve(config, until="form").config
     assert prepare(config.data, load_tokenizer(config.model, config.data)).eval_counts.rows == 8
 
 

@@ -16,6 +16,7 @@ from finetune.config import Config
 from finetune.data.counts import Counts
 from finetune.errors import ConfigError
 from finetune.objectives import OBJECTIVES
+from finetune.resolve import resolve
 from finetune.training import learning_rate
 
 
@@ -39,35 +40,35 @@ def of_width(width: int) -> Any:
     ],
 )
 def test_the_rate_follows_batch_width_objective_and_optimizer(settings: list[str], width: int, rate: float) -> None:
-    config, note = learning_rate.resolved(load_config({}, settings), of_width(width))
-    assert config.training.learning_rate == rate
+    config = load_config({}, settings)
+    assert learning_rate.best_rate(config, of_width(width))[0] == rate
+    note = learning_rate.evidence(config, of_width(width))
     assert note
     assert note.startswith(f"training.learning_rate: {rate:g}, ")
 
 
 def test_a_given_rate_stays_and_one_that_the_evidence_calls_bad_is_noted() -> None:
     for rate, said in [("1e-3", None), ("5e-5", None), ("2e-5", "far below 0.0002"), ("3e-3", "far above 0.0002")]:
-        config, note = learning_rate.resolved(load_config({}, [f"training.learning_rate={rate}"]), of_width(4096))
-        assert config.training.learning_rate == float(rate)
+        note = learning_rate.evidence(load_config({}, [f"training.learning_rate={rate}"]), of_width(4096))
         assert said in note if note and said else note is said
-    assert learning_rate.resolved(load_config({}, ["training.learning_rate=3e-2"]), of_width(192))[1] is None
+    assert learning_rate.evidence(load_config({}, ["training.learning_rate=3e-2"]), of_width(192)) is None
 
 
 def test_no_rate_is_guessed_for_an_optimizer_that_no_sweep_tells_of() -> None:
     with refusal(ConfigError, "`sgd`"):
-        learning_rate.resolved_if_known(load_config({}, ["optimizer.kind=sgd"]))
+        resolve(load_config({}, ["optimizer.kind=sgd"]), until="machine")
     with refusal(ConfigError, "`sgd`"):
         finetune.fit(load_config(TINY, ["optimizer.kind=sgd", "training.learning_rate=auto"]), "24GiB")
     with refusal(ConfigError, "`sgd`"):
         finetune.sweep({"data": {"train": "no rows"}}, {"optimizer.kind": ["adamw_torch_fused", "sgd"]})
     given = ["optimizer.kind=sgd", "training.learning_rate=0.1"]
-    assert learning_rate.resolved(load_config({}, given), of_width(4096))[1] is None
+    assert learning_rate.evidence(load_config({}, given), of_width(4096)) is None
 
 
 def test_adapters_on_attention_alone_are_noted() -> None:
     for targets, told in [("[q_proj, v_proj]", True), ("[q_proj, down_proj]", False), ("all-linear", False)]:
         settings = ["training.learning_rate=2e-4", f"adapter.targets={targets}"]
-        _, note = learning_rate.resolved(load_config({}, settings), of_width(4096))
+        note = learning_rate.evidence(load_config({}, settings), of_width(4096))
         assert bool(note) == told
 
 
@@ -105,5 +106,5 @@ def test_a_base_made_in_bfloat16_may_overflow_in_fp16() -> None:
     for made_in, precision, said in (("bfloat16", "fp16", 1), ("float16", "fp16", 0), ("bfloat16", "bf16", 0)):
         architecture = of_width(4096)
         architecture.dtype = getattr(torch, made_in)
-        _, note = learning_rate.resolved(load_config({}, [f"training.precision={precision}"]), architecture)
+        note = learning_rate.evidence(load_config({}, [f"training.precision={precision}"]), architecture)
         assert str(note).count("training.precision: fp16 ends at 65,504") == said, (made_in, precision)

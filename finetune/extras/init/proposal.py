@@ -38,8 +38,10 @@ from finetune.model.source import chat_template, prequantized
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import trial
 from finetune.report import words
+from finetune.resolve import Job, resolve
 from finetune.resolve.fit import NothingFits
-from finetune.resolve.planning import Planner, planner_for
+from finetune.resolve.planner import Planner
+from finetune.resolve.planning import job_on, planner_of
 from finetune.runtime import libraries
 from finetune.training import learning_rate
 
@@ -90,29 +92,36 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
         draft.take("data.columns", columns, "as given: the rows were not read")
     draft.title = f"{_TITLE}: {rows}"
     if wanted.asks and tokenizer and sources.at_hand(wanted.data):
-        inspection.inspect_data(draft.job)  # what is wrong with a row is said before more is asked
+        asked = resolve(draft.job, until="base")  # what is wrong with a row is said before more is asked
+        inspection.inspect_data(asked.config, asked.architecture)
     gpu = questions.card(wanted, lambda name: devices.find(name, MemorySection()))
     try:
-        planner = planner_for(draft.job.changed(_AUTO), gpu)
+        job = _planned(draft, gpu)
     except MachineError as error:
         draft.notes.append(f"Not fitted to a card: {error}")
         return draft
-    if planner.data:
-        rows = _by_rows(draft, planner.data, rows, planner.architecture)
-        if draft.values["data.max_length"] > planner.job.data.max_length:  # rows were cut at the default
-            planner = planner_for(draft.job.changed(_AUTO), gpu)
+    if job.data:
+        rows = _by_rows(draft, job.data, rows, job.architecture)
+        if draft.values["data.max_length"] > job.config.data.max_length:  # rows were cut at the default
+            job = _planned(draft, gpu)
     else:
         draft.notes.append(
             "The rows were not measured (on the hub, over 16 MiB, or without a tokenizer here): all count as "
-            f"{planner.job.data.max_length:,} tokens long."
+            f"{job.config.data.max_length:,} tokens long."
         )
+    planner = planner_of(job)
     say(f"fitting the job to {planner.device.name}: forecasting its training step with different settings")
     try:
-        fitted = _fitted(draft, planner)
+        fitted = _fitted(draft, job, planner)
         draft.title = f"{_TITLE}: {rows}; {words.verdict(fitted.forecast)}"
     except ForecastError as error:
         draft.notes.append(f"Not fitted to a card: {error}")
     return draft
+
+
+def _planned(draft: Draft, gpu: str | None) -> Job:
+    """The draft as a job on a card, with rows of any micro-batch."""
+    return job_on(replace(draft, values={**draft.values, **_AUTO}).job, gpu)
 
 
 def _refuse_untrainable(section: ModelSection) -> None:
@@ -220,19 +229,20 @@ def _counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
-def _fitted(draft: Draft, planner: Planner) -> Fitted:
+def _fitted(draft: Draft, job: Job, planner: Planner) -> Fitted:
     """Set quantization and what the fit chooses, with shorter rows where nothing fits with long ones."""
-    if (precision := planner.job.training.precision) != "bf16":  # left to each start, whose device may have another
-        draft.take("training.precision", "auto", f"`{precision}` as of now: {planner.why_precision}")
-    draft.take("training.learning_rate", *learning_rate.best_rate(draft.job, planner.architecture))
-    _choose_quantization(draft, planner)
+    if (precision := job.config.training.precision) != "bf16":  # left to each start, whose device may have another
+        draft.take("training.precision", "auto", f"`{precision}` as of now: {job.why['training.precision']}")
+    draft.take("training.learning_rate", *learning_rate.best_rate(draft.job, job.architecture))
+    resolved = {"training.precision": precision}
+    _choose_quantization(draft, planner, resolved)
     lost = "are dropped" if draft.job.data.too_long == "drop" else "lose their beginning"
     while True:
         try:
-            fitted = _for(draft, planner).fit()
+            fitted = planner.with_changes({**draft.values, **resolved}).fit()
             break
         except NothingFits:
-            length = draft.values.get("data.max_length", planner.job.data.max_length) // 2
+            length = draft.values.get("data.max_length", job.config.data.max_length) // 2
             if length < _LEAST_LENGTH:
                 raise
             draft.take("data.max_length", length, f"rows twice as long do not fit; longer ones {lost}")
@@ -244,26 +254,15 @@ def _fitted(draft: Draft, planner: Planner) -> Fitted:
     return fitted
 
 
-def _choose_quantization(draft: Draft, planner: Planner) -> None:
+def _choose_quantization(draft: Draft, planner: Planner, resolved: Mapping[str, str]) -> None:
     if form := prequantized.form(planner.architecture):
         draft.take("quantization.kind", "published", f"the base is published in {form}, which is kept")
         return
     draft.take("quantization.kind", "none")
-    whole = _for(draft, planner)
-    least = whole.forecast(
-        whole.job.changed({"training.micro_batch": 1, "memory.checkpointing": "all"}), evaluates=False
-    )
+    whole = planner.with_changes({**draft.values, **resolved})
+    least = whole.forecast_with({"training.micro_batch": 1, "memory.checkpointing": "all"}, evaluates=False)
     usage = f"{words.size(least.needed_bytes)} of {words.size(least.budget_bytes)}"
     if least.needed_bytes <= _LARGEST_SHARE_UNQUANTIZED * least.budget_bytes:
         draft.take("quantization.kind", "none", f"with unquantized weights, a step of one row takes {usage}")
     else:
         draft.take("quantization.kind", "nf4", f"with unquantized weights, a step of one row would take {usage}")
-
-
-def _for(draft: Draft, planner: Planner) -> Planner:
-    """The planner of the draft. Rows longer than its maximum all count as that long."""
-    resolved = {"training.precision": planner.job.training.precision}
-    job, data = planner.job.changed({**draft.values, **resolved}), planner.data
-    counts = [each for each in (data.train_counts, data.eval_counts) if each] if data else []
-    whole = all(each.longest <= job.data.max_length for each in counts)
-    return replace(planner, job=job, data=data if whole else None, _known={}, _largest={})

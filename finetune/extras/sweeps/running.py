@@ -28,7 +28,7 @@ from finetune.errors import ConfigError, DataError, NumbersError, OutOfMemoryErr
 from finetune.extras.sweeps import grid, halving
 from finetune.extras.sweeps.grid import Member
 from finetune.lifecycle import provenance, resume
-from finetune.model import bounds, build, precision
+from finetune.model import build, precision
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.resident import ResidentBase
@@ -38,12 +38,12 @@ from finetune.report.figures import Figures
 from finetune.report.sweep_table import SCORES, TABLE, SettingResult, SettingState, SweepTable, is_sweep
 from finetune.report.sweep_terminal import SweepTerminal
 from finetune.report.terminal import Terminal
+from finetune.resolve import resolve
 from finetune.runtime import libraries, ranks
 from finetune.runtime.device import this_device
 from finetune.storage import locks
 from finetune.storage.files import write_bytes, write_json
 from finetune.storage.rundir import RunDirectory
-from finetune.training import learning_rate
 from finetune.training.callbacks import Callback
 from finetune.training.eval_loss import held_out_loss
 from finetune.training.optimizers import OPTIMIZERS
@@ -103,11 +103,11 @@ def _in_one_precision(made: Sequence[Member], terminal: Terminal, *, fresh: bool
     started = next((run.config().training.precision for run in runs if not fresh and run.has_results), None)
     members, notes = list[Member](), set[str]()
     for member in made:
-        config, why = precision.resolved(member.config, of_device)
-        if why:
-            config = config.changed({"training.precision": started}) if started else config
-            notes.add(f"training.precision: {config.training.precision} ({'as started' if started else why})")
-        members.append(replace(member, config=config))
+        if member.config.training.precision == "auto":
+            name, why = (started, "as started") if started else precision.fastest(member.config, of_device)
+            notes.add(f"training.precision: {name} ({why})")
+            member = replace(member, config=member.config.changed({"training.precision": name}))
+        members.append(member)
     for note in sorted(notes):
         terminal.note(note)
     return members
@@ -124,13 +124,14 @@ def _check(members: Sequence[Member]) -> None:
     checked: list[AdapterSection] = []
     decided: list[Config] = []
     for member in members:
-        config, _ = learning_rate.resolved_if_known(bounds.as_known_base_allows(member.config)[0])
+        job = resolve(member.config, until="machine")
+        config = job.config
         grid.refuse_open_kind(config.quantization)
         unpaged = OPTIMIZERS[config.optimizer.kind].unpaged or config.optimizer.kind
         decided.append(config.changed({"optimizer.kind": unpaged}))
         adapter = resume.to_build(config.adapter, resumed=True)  # a resumed member has already read what it starts from
         if adapter not in checked:
-            architecture = load_architecture(config.model)
+            architecture = job.architecture or load_architecture(config.model)
             attention, _ = build.choose_attention(config, architecture, this_device().type)
             build.blueprint(config, architecture, attention).check(adapter)
             checked.append(adapter)
@@ -259,7 +260,7 @@ class _Sweep:
         """By member, a hash of what its scores and their order depend on, except the versions of libraries."""
         made, batch_size = {}, self.members[0].config.training.batch_size
         for member in self.members:
-            config, _ = bounds.as_known_base_allows(member.config)  # the base follows from what is served
+            config = resolve(member.config, until="base").config  # the base follows from what is served
             parts = [config.model_dump_json(exclude={"output", "tracking"}), batch_size, self._rows]
             made[member.name] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         return made
@@ -271,9 +272,9 @@ class _Sweep:
 
     @cached_property
     def _data(self) -> Prepared:
-        allowed, _ = bounds.as_known_base_allows(self.members[0].config)
-        media = prepare.media_of(allowed, self._tokenizer)
-        data = prepare.prepare(allowed.data, self._tokenizer, media)
+        job = resolve(self.members[0].config, until="base")
+        media = prepare.media_of(job.config, self._tokenizer, job.architecture)
+        data = prepare.prepare(job.config.data, self._tokenizer, media)
         if not data.eval:
             raise DataError(f"a sweep compares members on evaluation rows; {data.warning}")
         return data
@@ -310,8 +311,7 @@ class _Sweep:
 
     def _refuse_other_job(self, config: Config, run: RunDirectory, saved: Path) -> None:
         """Raise as training does for a checkpoint of other settings or rows, also where nothing is left to train."""
-        allowed, _ = bounds.as_known_base_allows(config)
-        config, _ = learning_rate.resolved_if_known(resume.as_started(allowed, run, fresh=False))
+        config = resolve(config, earlier=run, until="machine").config
         provenance.changes_since(run, saved, {"config": config.model_dump(mode="json"), "data": self._rows})
 
     def _losses(self, config: Config, weights: Path) -> np.ndarray:

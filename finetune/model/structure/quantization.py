@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config import Config, QuantizationSection
+from finetune.config import QuantizationSection
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ LEAST_FIRST = ("none", "int8", "fp8", "nf4")
 """The kinds that `auto` chooses from, by the error of a normally distributed weight (0.8%, 2.6% and 9%)."""
 
 
-def with_kind(config: Config, kind: str) -> Config:
-    """`config` with this kind of quantization, and the defaults of the keys that it ignores."""
+def changes_to(kind: str) -> dict[str, Any]:
+    """The changes of a config to this kind of quantization, with the defaults of the keys that it ignores."""
     defaults = QuantizationSection().model_dump(include=set(QUANTIZATIONS[kind].ignores))
-    return config.changed({f"quantization.{key}": value for key, value in {**defaults, "kind": kind}.items()})
+    return {f"quantization.{key}": value for key, value in {**defaults, "kind": kind}.items()}
 
 
 def library_config(section: QuantizationSection, compute_dtype: Any, published: Any = None) -> Any | None:

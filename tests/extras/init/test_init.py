@@ -23,7 +23,7 @@ from finetune.data.formats import holds_pairs
 from finetune.errors import ConfigError, ForecastError
 from finetune.extras.init import proposal, questions
 from finetune.extras.init.draft import Draft
-from finetune.resolve.planning import Planner
+from finetune.resolve.planner import Planner
 
 Call = Callable[..., tuple[int, str, str]]
 # Of no model at hand, so that nothing is forecast, which takes most of the time of `init`.
