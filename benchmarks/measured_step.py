@@ -59,7 +59,7 @@ from finetune.objectives import OBJECTIVES
 from finetune.runtime import libraries, ranks
 from finetune.runtime.signals import Signals
 from finetune.storage.rundir import RunDirectory
-from finetune.training import collator, learning_rate, strategies
+from finetune.training import collator, learning_rate, model_setup, strategies
 from finetune.training import run as training
 from finetune.training.checks import check
 from finetune.training.tracking import Trackers
@@ -322,7 +322,7 @@ def train(
             mock.patch.object(vision.Vision, "pixels", _copied(vision.Vision.pixels)),
             mock.patch.object(row_images, "ThreadPoolExecutor", _ThisThread),
         ):
-            training.train(training.complete(job))
+            training.train(model_setup.complete(job))
         return [line for line in run.metrics() if "loss" in line], implementation
 
 

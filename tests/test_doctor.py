@@ -23,8 +23,8 @@ from finetune.config import Config
 from finetune.errors import ArtifactError
 from finetune.extras.doctor import Examination, Finding, machine
 from finetune.extras.doctor import run_check as run_directory
-from finetune.lifecycle import preparation
 from finetune.runtime import driver
+from finetune.session import inputs
 from finetune.storage.files import write_lines
 from finetune.storage.rundir import RunDirectory
 
@@ -114,7 +114,7 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_for_the_doctor_and_a_line_of_a_
 
     def notes() -> list[str]:
         lines: list[str] = []
-        preparation._check_machine(config, cpu, lines.append)
+        inputs._check_machine(config, cpu, lines.append)
         return lines
 
     assert [one.status for one in machine._no_card()] == ["warning"]

@@ -36,8 +36,8 @@ from finetune.evaluation.tasks import Tasks
 from finetune.export.export_formats import FORMATS
 from finetune.generation import answering
 from finetune.generation.settings import Settings
-from finetune.lifecycle.failures import blaming_base
 from finetune.model import bounds
+from finetune.model.base import blaming_base
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES, cross_entropy
 from finetune.report import page

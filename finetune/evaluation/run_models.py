@@ -19,10 +19,9 @@ from finetune.export import finished_run, served_model
 from finetune.generation import answering, caches
 from finetune.generation.answering import Answer
 from finetune.generation.settings import Settings
-from finetune.lifecycle.failures import blaming_base
 from finetune.model import bounds, build
 from finetune.model.adapters import adapter_files
-from finetune.model.base import load_architecture
+from finetune.model.base import blaming_base, load_architecture
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import note_beside_output
 from finetune.runtime import libraries

@@ -149,6 +149,7 @@ def merge_locked(
     run: RunDirectory, config: Config, terminal: Terminal, note: Callable[[str], None], onto: str | None = None
 ) -> dict[str, Any]:
     """`merge` for a process that already holds the lock."""
+    libraries.return_freed_memory()  # such as that of a model that this process has trained
     with _out_of_memory_explained(run, "merged"):
         proof = merging.merge(run, config, this_device(), note, onto)
     run.event("merged", **proof)

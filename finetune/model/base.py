@@ -19,7 +19,7 @@ import torch
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
 from finetune.config.field_types import shortened
-from finetune.errors import ArtifactError, ConfigError
+from finetune.errors import ArtifactError, ConfigError, NumbersError
 from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
 from finetune.model.distributed.placement import Placement
@@ -269,3 +269,16 @@ def refuse_not_finite(section: ModelSection) -> None:
                 + (f", as do {len(names) - 1} more tensors" if names[1:] else "")
                 + "; download the base again, or use another"
             )
+
+
+@contextlib.contextmanager
+def blaming_base(model: ModelSection) -> Iterator[None]:
+    """In the block, raise ArtifactError in place of NumbersError if weights of the base are not finite.
+
+    A lower learning rate would not help then.
+    """
+    try:
+        yield
+    except NumbersError:
+        refuse_not_finite(model)
+        raise

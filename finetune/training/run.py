@@ -19,11 +19,10 @@ from finetune.training.callbacks import Callbacks
 from finetune.training.job import Outcome, TrainingJob
 from finetune.training.largest_batch import count_tensors, warm_up
 from finetune.training.loop import Loop
-from finetune.training.model_setup import complete
 from finetune.training.progress import Progress, read_progress
 from finetune.training.state import restore, restore_weights, updates_in, whole_weights
 
-__all__ = ["Outcome", "TrainingJob", "complete", "train"]
+__all__ = ["Outcome", "TrainingJob", "train"]
 
 
 def train(job: TrainingJob) -> Outcome:

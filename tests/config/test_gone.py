@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from finetune.choices import CHOICES, config_of, load_config
 from finetune.config import Config, gone, values_of, written
 from finetune.errors import ArtifactError, ConfigError
-from finetune.lifecycle import resume
 from finetune.report.side_by_side import compare
+from finetune.session import resume
 from finetune.storage.rundir import RunDirectory
 
 KEYS, VALUES = gone.TABLE["keys"], gone.TABLE["values"]

@@ -22,7 +22,6 @@ import finetune
 from finetune.config import Config
 from finetune.data.batching import LargestBatch, MicroBatching
 from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError
-from finetune.lifecycle import preparation
 from finetune.model import base
 from finetune.model.adapters import adapter
 from finetune.model.attention import backends, packing
@@ -33,6 +32,7 @@ from finetune.model.source import catalog
 from finetune.model.structure import linear_layers
 from finetune.resolve import planning
 from finetune.resolve.planner import check_traceable
+from finetune.session import inputs
 from finetune.training.collator import MicroBatches
 
 ARCHITECTURES = ("bloom", "mpt", "rwkv", "mamba", "dbrx", "gemma3n_text", "jamba", "falcon_h1")
@@ -295,7 +295,7 @@ def test_what_cannot_be_trained_is_refused_before_data_and_weights(
     logger.addHandler(caplog.handler)  # torch's loggers hand nothing on
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = job(tmp_path, model__tokenizer="builtin:tiny-llama", output__dir=str(tmp_path / "run")).changed(changes)
-    monkeypatch.setattr(preparation, "prepare", lambda *args: pytest.fail("data were prepared first"))
+    monkeypatch.setattr(inputs, "prepare", lambda *args: pytest.fail("data were prepared first"))
     with pytest.raises(FinetuneError, match=said) as refused:
         finetune.train(config)
     assert refused.value.exit_code == 2

@@ -34,12 +34,12 @@ from finetune.data.fields import Fields
 from finetune.data.formats import FORMATS, RowFormat
 from finetune.data.prepare import prepare
 from finetune.errors import ConfigError, DataError
-from finetune.lifecycle import provenance
 from finetune.model import build
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES, contract, rewards, scored
+from finetune.session import provenance
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import row_count
 

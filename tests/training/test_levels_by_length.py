@@ -13,10 +13,10 @@ from messages import reported
 from steps import before_each_step, gradients, ready
 
 import finetune
-from finetune import recipe
 from finetune.choices import load_config
 from finetune.config import Config
 from finetune.model.recompute import checkpointing
+from finetune.session import building
 from finetune.storage.records import UpTo
 from finetune.storage.rundir import RunDirectory
 from finetune.training import oom_retry
@@ -46,9 +46,7 @@ def alike(shallow_base: Path, rows_file: Path, tmp_path_factory: pytest.TempPath
 
 def shorten(patch: pytest.MonkeyPatch, table: Sequence[UpTo]) -> None:
     """Train with this table, whatever was forecast."""
-    patch.setattr(
-        recipe.training, "TrainingJob", lambda *args, **named: TrainingJob(*args, **{**named, "by_length": table})
-    )
+    patch.setattr(building, "TrainingJob", lambda *args, **named: TrainingJob(*args, **{**named, "by_length": table}))
 
 
 def computed(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:

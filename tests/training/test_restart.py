@@ -18,8 +18,8 @@ import finetune
 from finetune.config import Config, KernelsSection, serving
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.export.merging import merged_files
-from finetune.lifecycle import provenance
 from finetune.model.build import Blueprint
+from finetune.session import provenance
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
 from finetune.training.step import Step

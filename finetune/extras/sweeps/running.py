@@ -27,7 +27,6 @@ from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, NumbersError, OutOfMemoryError, first_line
 from finetune.extras.sweeps import grid, halving
 from finetune.extras.sweeps.grid import Member
-from finetune.lifecycle import provenance, resume
 from finetune.model import build, precision
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
@@ -41,6 +40,7 @@ from finetune.report.terminal import Terminal
 from finetune.resolve import resolve
 from finetune.runtime import libraries, ranks
 from finetune.runtime.device import this_device
+from finetune.session import provenance, resume
 from finetune.storage import locks
 from finetune.storage.files import write_bytes, write_json
 from finetune.storage.rundir import RunDirectory

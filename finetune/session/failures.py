@@ -8,13 +8,12 @@ from pathlib import Path
 
 import torch
 
-from finetune.config import Config, ModelSection
-from finetune.errors import MachineError, NumbersError, OutOfMemoryError
+from finetune.config import Config
+from finetune.errors import MachineError, OutOfMemoryError
 from finetune.forecast.levers import levers
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
 from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
-from finetune.model.base import refuse_not_finite
 from finetune.runtime import ranks
 from finetune.storage.files import DISK_ERRORS, not_written
 from finetune.storage.rundir import RunDirectory
@@ -51,19 +50,6 @@ def _record(run: RunDirectory, monitor: Monitor) -> None:
     monitor.leave()
     with contextlib.suppress(MachineError):  # a disk that is full as well must not hide why the run ended
         run.event("out_of_memory", memory=monitor.run)
-
-
-@contextlib.contextmanager
-def blaming_base(model: ModelSection) -> Iterator[None]:
-    """In the block, raise ArtifactError in place of NumbersError if weights of the base are not finite.
-
-    A lower learning rate would not help then.
-    """
-    try:
-        yield
-    except NumbersError:
-        refuse_not_finite(model)
-        raise
 
 
 @contextlib.contextmanager

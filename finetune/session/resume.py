@@ -9,10 +9,10 @@ from pathlib import Path
 
 from finetune.config import AdapterSection, Config, ModelSection, TrainingSection
 from finetune.errors import ArtifactError, FinetuneError
-from finetune.lifecycle import provenance
 from finetune.model import build
 from finetune.model.adapters import adapter_files
 from finetune.runtime import ranks
+from finetune.session import provenance
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import state
@@ -38,12 +38,10 @@ def to_build(adapter: AdapterSection, *, resumed: bool) -> AdapterSection:
 
 def is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], *, fresh: bool) -> bool:
     """Whether `run` already has everything that `config` asks for, with a note if so; False with `fresh`."""
-    return ranks.main_does(lambda: _is_finished(config, run, note, fresh))
+    return ranks.main_does(lambda: not fresh and run.has_results and _is_finished(config, run, note))
 
 
-def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], fresh: bool) -> bool:
-    if fresh or not run.has_results:
-        return False
+def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None]) -> bool:
     goes_on = not run.finished or _wants_more_steps(config.training, run)
     if goes_on:
         provenance.refuse_gone(run)

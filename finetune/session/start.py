@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from finetune.config import Config, ModelSection
+from finetune.config import Config
 from finetune.errors import FinetuneError, Terminated
 from finetune.forecast.devices import cap
-from finetune.lifecycle import failures
-from finetune.measure.monitor import Monitor
+from finetune.measure.monitor import Monitor, meter_for
+from finetune.model.base import blaming_base
+from finetune.model.resident import ResidentBase
 from finetune.report.terminal import Terminal
+from finetune.resolve import Job, resolve
 from finetune.runtime import libraries, ranks
 from finetune.runtime.device import this_device
 from finetune.runtime.signals import Signals
+from finetune.session import failures
 from finetune.storage.rundir import RunDirectory
+from finetune.training.checks import check_shares
+from finetune.training.tracking import Trackers
 
 
 class Lock(contextlib.ExitStack):
@@ -61,28 +67,60 @@ def releasing() -> Iterator[None]:
         raise
 
 
+@dataclass(frozen=True)
+class Session:
+    """One start of a run, on one of its ranks; `fresh` if an earlier run in its directory is moved aside."""
+
+    run: RunDirectory
+    device: torch.device
+    signals: Signals
+    lock: Lock
+    terminal: Terminal
+    fresh: bool
+
+    @property
+    def earlier(self) -> RunDirectory | None:
+        """The run, if it may have had an earlier start."""
+        return None if self.fresh else self.run
+
+    @property
+    def resumes(self) -> bool:
+        """Whether an earlier start has saved a step."""
+        return bool(self.run.saved_steps) and not self.fresh
+
+
 @contextlib.contextmanager
-def opened(model: ModelSection, run: RunDirectory, terminal: Terminal) -> Iterator[tuple[torch.device, Signals, Lock]]:
+def started(asked: Config, terminal: Terminal, *, fresh: bool) -> Iterator[tuple[Session, Job]]:
     """In the block, signals are handled, ranks are connected, and failures of the disk and the base are explained.
 
-    On exit, the terminal's live line ends and the lock is released.
+    The job is as far as its base and rows decide it. On exit, the terminal's live line ends and the lock is released.
     """
+    with ranks.refusing():
+        job = resolve(asked, until="base", say=terminal.resolved)
+        check_shares(job.config.training, job.config.distributed)
+    run = RunDirectory(asked.output.dir or "runs/unnamed")
     with terminal, Signals(terminal.stopping) as signals:
         with ranks.refusing():
             device = this_device()
-        with ranks.together(device), Lock(run) as lock, failures.disk_errors(run), failures.blaming_base(model):
-            yield device, signals, lock
+        with ranks.together(device), Lock(run) as lock, failures.disk_errors(run), blaming_base(job.config.model):
+            yield Session(run, device, signals, lock, terminal, fresh), job
 
 
 @contextlib.contextmanager
-def computing(config: Config, run: RunDirectory, monitor: Monitor, device: torch.device) -> Iterator[None]:
-    """In the block, GPU memory is capped, out of memory is reported with what to do, and arithmetic is deterministic if
-    the config asks for it.
+def computing(
+    job: Job, own: RunDirectory, session: Session, resident: ResidentBase | None
+) -> Iterator[tuple[Monitor, Trackers]]:  # fmt: skip
+    """In the block, memory and metrics are recorded in the rank's `own` directory, GPU memory is capped, out of memory
+    is reported with what to do, and arithmetic is deterministic if the config asks for it.
     """
-    cap(config.memory.limit, device)
+    config, device = job.config, session.device
+    monitor = Monitor(meter_for(device.type), resident.weights() if resident else ())
+    trackers = Trackers(config.tracking, own, config, session.terminal.note)
     exactly = config.training.deterministic and device.type == "cuda"
-    with (
-        failures.out_of_memory(config, run, monitor, device),
-        libraries.deterministic() if exactly else contextlib.nullcontext(),
-    ):
-        yield
+    with trackers:
+        cap(config.memory.limit, device)
+        with (
+            failures.out_of_memory(config, own, monitor, device),
+            libraries.deterministic() if exactly else contextlib.nullcontext(),
+        ):
+            yield monitor, trackers

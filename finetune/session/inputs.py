@@ -18,8 +18,6 @@ from finetune.data.prepare import Prepared, check_ids, media_of, prepare
 from finetune.errors import ConfigError, DataError
 from finetune.export import publish
 from finetune.forecast import measured
-from finetune.lifecycle import provenance, resume
-from finetune.lifecycle.session import Lock
 from finetune.model import bounds, build
 from finetune.model.adapters import starting
 from finetune.model.adapters.adapter import adapted_experts
@@ -30,13 +28,13 @@ from finetune.model.distributed import context
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.experts import Mixture
 from finetune.objectives import contract, trial
-from finetune.report.terminal import Terminal
 from finetune.resolve import Job, resolve
 from finetune.resolve.planner import check_traceable
 from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.environment import describe
 from finetune.runtime.stages import stage
-from finetune.storage.rundir import RunDirectory
+from finetune.session import provenance, resume
+from finetune.session.start import Session
 from finetune.training.checks import check
 
 
@@ -56,17 +54,15 @@ class JobInputs:
     started_from: dict[str, Any] | None
 
 
-def gather(
-    job: Job, run: RunDirectory, device: torch.device, lock: Lock, terminal: Terminal, *, fresh: bool
-) -> tuple[Job, JobInputs]:  # fmt: skip
+def gather(job: Job, session: Session) -> tuple[Job, JobInputs]:
     """Check the machine, then load and check tokenizer, architecture and data; no weights are read.
 
     The job returned has its data, and a kind of quantization in place of `auto`. A problem of one rank is raised on
     all.
     """
-    config, note = job.config, terminal.note
+    config, run, device, note = job.config, session.run, session.device, session.terminal.note
     environment = _check_machine(config, device, note)
-    ranks.main_does(lambda: lock.take() if run.exists else None)  # before anything slow
+    ranks.main_does(lambda: session.lock.take() if run.exists else None)  # before anything slow
     with ranks.agreeing():
         # First, as it refuses bases that cannot be trained.
         architecture = job.architecture or load_architecture(config.model)
@@ -79,7 +75,7 @@ def gather(
         if slow := backends.without_fla(architecture, device.type):
             note(slow)
         blueprint = build.blueprint(config, architecture, attention)
-        adapter = resume.to_build(config.adapter, resumed=bool(run.saved_steps) and not fresh)
+        adapter = resume.to_build(config.adapter, resumed=session.resumes)
         mixture = trial.check_model(config, architecture, attention, adapter)
         if mixture and config.distributed.kind == "deepspeed" and config.distributed.stage == "weights":
             _refuse_on_experts(build.weightless(config.model, architecture), adapter)
@@ -88,7 +84,7 @@ def gather(
         build.check_files(config.model, architecture)
     stage(f"reading {named(config.data.train)}")
     with ranks.agreeing():
-        data = _prepared(config.data, run, media_of(config, tokenizer, architecture), tokenizer, fresh=fresh)
+        data = _prepared(config.data, session, media_of(config, tokenizer, architecture), tokenizer)
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
         contract.check_rows(config.training.objective, data.layout, config.distributed.context)
@@ -108,11 +104,12 @@ def gather(
     )
 
 
-def _prepared(section: DataSection, run: RunDirectory, media: Media, tokenizer: Any, *, fresh: bool) -> Prepared:
+def _prepared(section: DataSection, session: Session, media: Media, tokenizer: Any) -> Prepared:
     try:
         return prepare(section, tokenizer, media)
     except DataError as error:
-        if media and run.saved_steps and not fresh:  # without a row that is said to be removed it would be refused
+        if media and session.resumes:  # without a row that is said to be removed it would be refused
+            run = session.run
             raise DataError(
                 f"{error}\n{run.path} is saved up to step {max(run.saved_steps)} and goes on with the same rows alone: "
                 "put each image back, or another of its size in its place; without a row, use --fresh to start over"

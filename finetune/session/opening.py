@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from finetune.config import Config
 from finetune.data import inspection
 from finetune.data.encoded import MEDIA
 from finetune.data.prepare import Prepared
-from finetune.forecast.job_forecast import Forecast
 from finetune.forms import packed
-from finetune.lifecycle import provenance, resume
-from finetune.lifecycle.preparation import JobInputs
-from finetune.lifecycle.resume import Start
-from finetune.lifecycle.session import Lock
+from finetune.measure.monitor import Peak
 from finetune.model import served
 from finetune.model.source import identity
+from finetune.resolve import Job
 from finetune.runtime import ranks
+from finetune.session import provenance, resume
+from finetune.session.inputs import JobInputs
+from finetune.session.resume import Start
+from finetune.session.start import Session
 from finetune.storage.checkpoint import set_aside
 from finetune.storage.files import write_json, write_lines
 from finetune.storage.rundir import RunDirectory, checkpoint_step
@@ -26,14 +28,23 @@ Note = Callable[[str], None]
 _NAMED_IMAGES = 20
 
 
-def open_run(
-    config: Config, run: RunDirectory, inputs: JobInputs, forecast: Forecast | None, lock: Lock, note: Note,
-    *, fresh: bool,
-) -> tuple[RunDirectory, Start]:  # fmt: skip
-    """The directory that this rank writes, and where training starts. `fresh` moves an earlier run aside."""
+@dataclass(frozen=True)
+class Opened:
+    """The directory that this rank writes, and where training starts."""
+
+    run: RunDirectory
+    start: Start
+
+
+def open_run(job: Job, inputs: JobInputs, session: Session) -> Opened:
+    """Open a new run directory, or an earlier one at its last checkpoint, and print the header of this start.
+
+    A fresh start moves an earlier run aside. Each rank has a directory of its own, below rank 0's.
+    """
+    config, run, lock, note = job.config, session.run, session.lock, session.terminal.note
 
     def by_main() -> Start:
-        if fresh and run.events_file.exists():
+        if session.fresh and run.events_file.exists():
             lock.release()
             note(f"the earlier run was moved to {run.move_aside()}")
         run.claim()
@@ -43,7 +54,7 @@ def open_run(
         # A reopened run says so before its new config is saved: a finished run with a config that asks for more steps
         # would otherwise be taken for finished with all of them.
         _reopen(run, start, inputs, note)
-        write_plan(config, run, forecast)
+        write_plan(job, run)
         run.remove_leftovers()
         write_json(run.environment_file, {"seed": config.training.seed, **inputs.environment})
         write_lines(run.data_file, inputs.data.affected())
@@ -57,19 +68,33 @@ def open_run(
         return start
 
     start = ranks.main_does(by_main)
-    if ranks.is_main():
-        return run, start
-    own = run.of_rank(ranks.rank())
-    own.claim()
-    own.forget_metrics_after(start.step)
-    return own, start
+    own = run
+    if not ranks.is_main():
+        own = run.of_rank(ranks.rank())
+        own.claim()
+        own.forget_metrics_after(start.step)
+    session.terminal.opened(
+        own.path, config, session.device, inputs.data, inputs.attention, job.forecast, ranks.world_size(),
+        inputs.mixture,
+    )  # fmt: skip
+    return Opened(own, start)
 
 
-def write_plan(config: Config, run: RunDirectory, forecast: Forecast | None) -> None:
+def write_plan(job: Job, run: RunDirectory) -> None:
     """Save the fitted config and its forecast, if any."""
-    run.create(config)
-    if forecast:
-        write_json(run.forecast_file, forecast.beside({}))
+    run.create(job.config)
+    if job.forecast:
+        write_json(run.forecast_file, job.forecast.beside({}))
+
+
+def record_end(job: Job, session: Session, peaks: dict[str, Peak], **facts: Any) -> None:
+    """Record the end of training, with `facts` and peak memory by phase, and compare the forecast with the peaks."""
+    run, terminal = session.run, session.terminal
+    terminal.answers(run)
+    run.event("trained", **facts, memory=peaks)
+    if job.forecast:
+        write_json(run.forecast_file, job.forecast.beside(peaks))
+        terminal.compared(job.forecast.differences(peaks), job.forecast.needed_bytes, peaks)
 
 
 def _images_named(rows: Any, numbers: list[int]) -> list[str]:
@@ -93,9 +118,7 @@ def _reopen(run: RunDirectory, start: Start, inputs: JobInputs, note: Note) -> N
     note(f"resuming from {start.checkpoint}, {why}")
 
 
-def confirm_base(
-    config: Config, run: RunDirectory, inputs: JobInputs, start: Start, model: Any, note: Note
-) -> dict[str, Any]:
+def confirm_base(config: Config, opened: Opened, inputs: JobInputs, model: Any, note: Note) -> dict[str, Any]:
     """The provenance with the base, whose files are only certain to be local once it is loaded as `model`.
 
     Logs what has changed since the checkpoint, and the bytes of packed weights, which an export has to find again.
@@ -107,8 +130,8 @@ def confirm_base(
     base = identity.confirmed(config.model, inputs.provenance["base"], note)
     whole = {**_provenance(config, inputs), "base": base}
     provenance.refuse_other_ranks(whole)
-    ranks.main_does(lambda: _log_changes(config.model.name, run, start, whole, inputs.data, note))
-    ranks.main_does(lambda: _log_packed(config, run, model, note))
+    ranks.main_does(lambda: _log_changes(config.model.name, opened, whole, inputs.data, note))
+    ranks.main_does(lambda: _log_packed(config, opened.run, model, note))
     return whole
 
 
@@ -128,10 +151,9 @@ def _provenance(config: Config, inputs: JobInputs) -> dict[str, Any]:
     return {**inputs.provenance, "config": config.model_dump(mode="json")}
 
 
-def _log_changes(
-    base: str, run: RunDirectory, start: Start, now: dict[str, Any], data: Prepared, note: Note
-) -> None:  # fmt: skip
-    if changes := provenance.changes_since(run, start.checkpoint, now):
+def _log_changes(base: str, opened: Opened, now: dict[str, Any], data: Prepared, note: Note) -> None:
+    run = opened.run
+    if changes := provenance.changes_since(run, opened.start.checkpoint, now):
         if replaced := changes.pop("images", None):
             splits = {"train": data.train, "eval": data.eval}
             names = [*{name: "" for split in replaced for name in _images_named(splits[split], replaced[split])}]

@@ -1,0 +1,79 @@
+"""Builds what is trained: the base, which is asked a few questions, the adapter on it, and its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from finetune.forecast import measured
+from finetune.measure.monitor import Monitor
+from finetune.model import build
+from finetune.model.adapters import adapter
+from finetune.model.recompute import checkpointing
+from finetune.model.resident import ResidentBase
+from finetune.resolve import Job, resolve
+from finetune.runtime import ranks
+from finetune.session import opening, resume
+from finetune.session.inputs import JobInputs
+from finetune.session.opening import Opened
+from finetune.session.start import Session
+from finetune.training import learning_rate, model_setup, sample_answers, strategies
+from finetune.training.callbacks import Callback
+from finetune.training.job import TrainingJob
+from finetune.training.sample_answers import Asked
+from finetune.training.tracking import Trackers
+
+
+def load_and_adapt(
+    job: Job, inputs: JobInputs, opened: Opened, session: Session, monitor: Monitor, trackers: Trackers,
+    callbacks: tuple[Callback, ...], resident: ResidentBase | None,
+) -> tuple[TrainingJob, Asked]:  # fmt: skip
+    """Load the base, let it answer a few questions, and put the adapter on it; the job to be trained and the answers.
+
+    Raises as `confirm_base` if the base is not the one that the run was started with.
+    """
+    config, device, terminal, start = job.config, session.device, session.terminal, opened.start
+    placement = strategies.placement(config.distributed, device)
+    with monitor.phase("load"):
+        load = inputs.blueprint.load
+        base = resident.load(inputs.blueprint, device) if resident else load(device, placement)
+    provenance = opening.confirm_base(config, opened, inputs, base, terminal.note)
+    monitor.take_step()  # loading is reported once, not with the first step
+    known = resident.computed if resident else None
+    answered = sample_answers.before(base, inputs.tokenizer, config, opened.run, terminal.note, known)
+    model = build.trainable(
+        base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
+        seed=config.training.seed, device_type=device.type, placement=placement,
+    )  # fmt: skip
+    capacity = learning_rate.capacity(config, model, inputs.data.train_counts)
+    terminal.built(model, adapter.left_out(base, config.adapter), capacity)
+    return TrainingJob(
+        config, inputs.blueprint.architecture, model, inputs.tokenizer, inputs.data, opened.run, monitor, terminal,
+        trackers, device=device, signals=session.signals, provenance=provenance, resume_from=start.checkpoint,
+        by_length=job.forecast.by_length if job.forecast else (), callbacks=callbacks, kernels_off=job.kernels_off,
+        resident=resident,
+    ), answered  # fmt: skip
+
+
+def complete(training: TrainingJob, job: Job, prepared: Job, session: Session) -> tuple[TrainingJob, Job]:
+    """The job to be trained with its kernels; planned again if its model rules out some that were not off before.
+
+    `prepared` is the job before its memory was fitted, whose `auto` settings may get other values. The run remembers
+    the kernels, so that its next start plans without them at once. Raises as `resolve` does.
+    """
+    training = model_setup.complete(training)
+    measured.context(session.device, session.terminal.note)  # now that the kernels of a step are loaded
+    ruled_out = sorted(training.kernels_off - job.kernels_off)
+    if not ruled_out:
+        return training, job
+    session.terminal.note("planning again, without what is off")
+    run, model = training.run, training.model
+    job = resolve(replace(prepared, kernels_off=training.kernels_off), earlier=run, until="memory")
+    layers = checkpointing.layers(model)
+    checkpointing.apply(model, job.config.memory, training.device.type)
+    checkpointing.choose(model, checkpointing.pattern(job.config.memory.checkpointing, len(layers)))
+    if ranks.is_main():
+        run.event("kernels_ruled_out", kernels=ruled_out)
+        opening.write_plan(job, run)
+    by_length = job.forecast.by_length if job.forecast else ()
+    provenance = {**training.provenance, "config": job.config.model_dump(mode="json")}
+    return replace(training, config=job.config, by_length=by_length, provenance=provenance), job
