@@ -37,7 +37,7 @@ def train(
         # Resolve: every `auto` gets a value, and what cannot be as it was asked for is refused.
         run, note = session.run, terminal.note
         job = resolve(job, ThisMachine(session.device), session.earlier, until="machine")
-        if resume.is_finished(job.config, run, note, fresh=fresh):
+        if resume.is_finished(job):
             return Result(run)
         prepared, read = inputs.gather(resolve(job, until="kernels"), session)
         job = resolve(prepared, until="memory")

@@ -124,7 +124,7 @@ def data(job: Job) -> Job:
 
     What may be wrong with the adapter is reported before, as in training, and then what could not be exported.
     """
-    if job.machine.trains:
+    if not isinstance(job.machine, NamedMachine):
         return job
     config, base = job.config, job.architecture
     context.check(base, config.distributed.context)
@@ -133,8 +133,7 @@ def data(job: Job) -> Job:
     above = rank > getattr(base.get_text_config(), "hidden_size", rank)  # the width of most layers
     given = adapter.targets != "all-linear" or adapter.extra_modules or adapter.ranks or adapter.init != "default"
     if above or given or adapter.start_from:
-        chosen = attention(config, base, job.machine.card(config.memory))
-        blueprint(config, base, chosen).check(adapter)
+        blueprint(config, base, attention(config, base, job.machine.device)).check(adapter)
     rows = _at_hand(job)
     if rows and at_hand(config.model.name):
         run, tokenizer = RunDirectory(config.output.dir or "runs/unnamed"), load_tokenizer(config.model, config.data)

@@ -36,7 +36,7 @@ def load_and_adapt(
     with monitor.phase("load"):
         load = inputs.blueprint.load
         base = resident.load(inputs.blueprint, device) if resident else load(device, placement)
-    provenance = opening.confirm_base(config, opened, inputs, base, terminal.note)
+    provenance = opening.confirm_base(job, opened, inputs, base)
     monitor.take_step()  # loading is reported once, not with the first step
     known = resident.computed if resident else None
     answered = sample_answers.before(base, inputs.tokenizer, config, opened.run, terminal.note, known)

@@ -8,26 +8,26 @@ from pathlib import Path
 
 import torch
 
-from finetune.config import Config
 from finetune.errors import MachineError, OutOfMemoryError
 from finetune.forecast.levers import levers
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
 from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
+from finetune.resolve import Job
 from finetune.runtime import ranks
 from finetune.storage.files import DISK_ERRORS, not_written
 from finetune.storage.rundir import RunDirectory
 
 
 @contextlib.contextmanager
-def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: torch.device) -> Iterator[None]:
+def out_of_memory(job: Job, run: RunDirectory, monitor: Monitor, device: torch.device) -> Iterator[None]:
     """Convert torch's out-of-memory error, in loading or in a step, into OutOfMemoryError with the levers, in order.
 
     Notes on the error (PEP 678) say what did not fit. With `memory.snapshot`, an allocator snapshot is written to the
     run directory.
     """
     try:
-        with snapshots.recorded(run.snapshot_file, device, config.memory.snapshot):
+        with snapshots.recorded(run.snapshot_file, device, job.config.memory.snapshot):
             yield
     except OutOfMemoryError:  # raised in a save, with what to do
         _record(run, monitor)
@@ -40,7 +40,7 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
         first = "\n".join([reason(error), *getattr(error, "__notes__", ())])
         of_step = error if isinstance(error, StepOutOfMemoryError) else StepOutOfMemoryError("")
         explained = OutOfMemoryError(
-            f"out of memory: {first}\nTry, in this order: {'; '.join(map(str, levers(config)))}.{snapshot}",
+            f"out of memory: {first}\nTry, in this order: {'; '.join(map(str, levers(job.config)))}.{snapshot}",
             next_start=of_step.next_start,
         )
         raise (ranks.shared(explained) if of_step.on_all_ranks else explained) from None

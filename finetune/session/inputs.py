@@ -60,7 +60,7 @@ def gather(job: Job, session: Session) -> tuple[Job, JobInputs]:
     The job returned has its data, and a kind of quantization in place of `auto`. A problem of one rank is raised on
     all.
     """
-    config, run, device, note = job.config, session.run, session.device, session.terminal.note
+    config, run, device, note = job.config, session.run, session.device, job.say
     environment = _check_machine(config, device, note)
     ranks.main_does(lambda: session.lock.take() if run.exists else None)  # before anything slow
     with ranks.agreeing():

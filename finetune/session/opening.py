@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config import Config
 from finetune.data import inspection
 from finetune.data.encoded import MEDIA
 from finetune.data.prepare import Prepared
@@ -41,7 +40,7 @@ def open_run(job: Job, inputs: JobInputs, session: Session) -> Opened:
 
     A fresh start moves an earlier run aside. Each rank has a directory of its own, below rank 0's.
     """
-    config, run, lock, note = job.config, session.run, session.lock, session.terminal.note
+    config, run, lock, note = job.config, session.run, session.lock, job.say
 
     def by_main() -> Start:
         if session.fresh and run.events_file.exists():
@@ -50,7 +49,7 @@ def open_run(job: Job, inputs: JobInputs, session: Session) -> Opened:
         run.claim()
         lock.take()
         start = resume.find(run)
-        provenance.changes_since(run, start.checkpoint, _provenance(config, inputs))
+        provenance.changes_since(run, start.checkpoint, _provenance(job, inputs))
         # A reopened run says so before its new config is saved: a finished run with a config that asks for more steps
         # would otherwise be taken for finished with all of them.
         _reopen(run, start, inputs, note)
@@ -118,40 +117,42 @@ def _reopen(run: RunDirectory, start: Start, inputs: JobInputs, note: Note) -> N
     note(f"resuming from {start.checkpoint}, {why}")
 
 
-def confirm_base(config: Config, opened: Opened, inputs: JobInputs, model: Any, note: Note) -> dict[str, Any]:
+def confirm_base(job: Job, opened: Opened, inputs: JobInputs, model: Any) -> dict[str, Any]:
     """The provenance with the base, whose files are only certain to be local once it is loaded as `model`.
 
     Logs what has changed since the checkpoint, and the bytes of packed weights, which an export has to find again.
     Raises ConfigError for a base whose files, now that they are here, cannot be served as the config says.
     """
+    config = job.config
     with ranks.agreeing():
         if config.output.serve:
             served.resolved(config, inputs.blueprint.architecture)
-    base = identity.confirmed(config.model, inputs.provenance["base"], note)
-    whole = {**_provenance(config, inputs), "base": base}
+    base = identity.confirmed(config.model, inputs.provenance["base"], job.say)
+    whole = {**_provenance(job, inputs), "base": base}
     provenance.refuse_other_ranks(whole)
-    ranks.main_does(lambda: _log_changes(config.model.name, opened, whole, inputs.data, note))
-    ranks.main_does(lambda: _log_packed(config, opened.run, model, note))
+    ranks.main_does(lambda: _log_changes(job, opened, whole, inputs.data))
+    ranks.main_does(lambda: _log_packed(job, opened.run, model))
     return whole
 
 
-def _log_packed(config: Config, run: RunDirectory, model: Any, note: Note) -> None:
+def _log_packed(job: Job, run: RunDirectory, model: Any) -> None:
+    config = job.config
     now, before = packed.digest(model), run.packed_base
     if now is None or now == before:
         return
     run.event("base_packed", kind=config.quantization.kind, sha256=now)
     if before:
-        note(
+        job.say(
             f"{config.model.name} has other bytes in {config.quantization.kind} than when the run was started, as "
             "another device or version may round them; the adapter goes on with these"
         )
 
 
-def _provenance(config: Config, inputs: JobInputs) -> dict[str, Any]:
-    return {**inputs.provenance, "config": config.model_dump(mode="json")}
+def _provenance(job: Job, inputs: JobInputs) -> dict[str, Any]:
+    return {**inputs.provenance, "config": job.config.model_dump(mode="json")}
 
 
-def _log_changes(base: str, opened: Opened, now: dict[str, Any], data: Prepared, note: Note) -> None:
+def _log_changes(job: Job, opened: Opened, now: dict[str, Any], data: Prepared) -> None:
     run = opened.run
     if changes := provenance.changes_since(run, opened.start.checkpoint, now):
         if replaced := changes.pop("images", None):
@@ -159,10 +160,10 @@ def _log_changes(base: str, opened: Opened, now: dict[str, Any], data: Prepared,
             names = [*{name: "" for split in replaced for name in _images_named(splits[split], replaced[split])}]
             changes["images"], more = names[:_NAMED_IMAGES], len(names) - _NAMED_IMAGES
             shown = ", ".join(changes["images"]) + (f" and {more} more" if more > 0 else "")
-            note(f"these images were replaced since the checkpoint, and the run goes on with the new ones: {shown}")
+            job.say(f"these images were replaced since the checkpoint, and the run goes on with the new ones: {shown}")
         run.event("changed", **changes)
         if "base" in changes:
-            note(
+            job.say(
                 "the checkpoint was saved by an earlier version, which identified a base by samples, so whether "
-                f"{base} is still the same is unknown"
+                f"{job.config.model.name} is still the same is unknown"
             )

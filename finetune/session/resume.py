@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from finetune.config import AdapterSection, Config, ModelSection, TrainingSection
+from finetune.config import AdapterSection, ModelSection, TrainingSection
 from finetune.errors import ArtifactError, FinetuneError
 from finetune.model import build
 from finetune.model.adapters import adapter_files
+from finetune.resolve import Job
 from finetune.runtime import ranks
 from finetune.session import provenance
 from finetune.storage import checkpoint
@@ -36,12 +36,14 @@ def to_build(adapter: AdapterSection, *, resumed: bool) -> AdapterSection:
     return adapter.model_copy(update={"start_from": None}) if resumed else adapter
 
 
-def is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], *, fresh: bool) -> bool:
-    """Whether `run` already has everything that `config` asks for, with a note if so; False with `fresh`."""
-    return ranks.main_does(lambda: not fresh and run.has_results and _is_finished(config, run, note))
+def is_finished(job: Job) -> bool:
+    """Whether its earlier start, if any, left everything that a job asks for, with a note if so."""
+    run = job.earlier
+    return ranks.main_does(lambda: run is not None and run.has_results and _is_finished(job, run))
 
 
-def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None]) -> bool:
+def _is_finished(job: Job, run: RunDirectory) -> bool:
+    config = job.config
     goes_on = not run.finished or _wants_more_steps(config.training, run)
     if goes_on:
         provenance.refuse_gone(run)
@@ -49,10 +51,10 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None])
     if goes_on:
         return False
     if run.complete_checkpoints() and (wrong := _unlike_trained(config.model, config.adapter, run)):
-        note(f"{wrong}: this is done now")
+        job.say(f"{wrong}: this is done now")
         return False
     unmerged = config.output.merge and config.adapter.kind == "lora" and not run.merged.exists()
-    note(
+    job.say(
         f"{run.path} is finished. "
         + (f"To merge it as `output.merge` asks, use `finetune merge {run.quoted}`. " if unmerged else "")
         + f"To continue it, set training.max_steps above its {run.steps_done} steps, or raise "

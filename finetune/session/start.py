@@ -120,7 +120,7 @@ def computing(
     with trackers:
         cap(config.memory.limit, device)
         with (
-            failures.out_of_memory(config, own, monitor, device),
+            failures.out_of_memory(job, own, monitor, device),
             libraries.deterministic() if exactly else contextlib.nullcontext(),
         ):
             yield monitor, trackers

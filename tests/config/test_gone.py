@@ -14,6 +14,7 @@ from finetune.choices import CHOICES, config_of, load_config
 from finetune.config import Config, gone, values_of, written
 from finetune.errors import ArtifactError, ConfigError
 from finetune.report.side_by_side import compare
+from finetune.resolve import Job
 from finetune.session import resume
 from finetune.storage.rundir import RunDirectory
 
@@ -65,17 +66,17 @@ def test_a_run_with_what_is_gone_is_read_and_says_so_if_it_is_to_go_on(
         config_of(finished)  # as commands do that use its weights
     config = finished.config()
     assert read_as is None or config.value(key) == read_as
-    assert resume.is_finished(config, finished, lambda _: None, fresh=False)
+    assert resume.is_finished(Job(config, config, earlier=finished))
     shown = compare([finished, _run(tmp_path / "other", {"output.keep": 3})]).as_dict()
     assert shown["differences"][key]["finished"] == value
     assert key in shown["unread"]["finished"]
     killed = _run(tmp_path / "killed", {key: value}, "started", "saved")
     for run, now in ((killed, config), (finished, config.changed({"training.max_steps": 10**6}))):
         with pytest.raises(ConfigError) as error:
-            resume.is_finished(now, run, lambda _: None, fresh=False)
+            resume.is_finished(Job(now, now, earlier=run))
         assert str(error.value).startswith(f"{run.config_file}: `{key}`: ")
         assert instead in str(error.value)
-    assert not resume.is_finished(config, killed, lambda _: None, fresh=True)
+    assert not resume.is_finished(Job(config, config))
 
 
 def test_a_run_trained_with_the_exact_way_to_serve_says_why_its_weights_cannot_be_used(tmp_path: Path) -> None:
@@ -89,13 +90,14 @@ def test_a_run_trained_with_the_exact_way_to_serve_says_why_its_weights_cannot_b
     with refusal(ArtifactError, finished.config_file, "quantization.snap"):
         config_of(finished)
     with refusal(ConfigError, killed.config_file, "output.way"):
-        resume.is_finished(killed.config(), killed, lambda _: None, fresh=False)
+        resume.is_finished(Job(killed.config(), killed.config(), earlier=killed))
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_that_is_gone_says_nothing_at_its_default_as_each_earlier_run_has_it(key: str, tmp_path: Path) -> None:
     killed = _run(tmp_path / "killed", {key: KEYS[key]["default"]}, "started", "saved")
-    assert not resume.is_finished(config_of(killed), killed, lambda _: None, fresh=False)
+    config = config_of(killed)
+    assert not resume.is_finished(Job(config, config, earlier=killed))
     assert load_config(killed.config_file) == config_of(killed)
 
 

@@ -50,7 +50,8 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
             state = f"Python code shipped with `{model.name}` at revision {model.revision}, which was not run"
             remedy = "read it before you give generate, eval, merge or export --trust-remote-code"
             yield Finding("foreign code", "warning", state, remedy)
-            config = config.changed({"model.trust_remote_code": False})  # no foreign code runs here
+            # No foreign code runs here.
+            config = load(run.config_file, ["model.trust_remote_code=false"], choices=CHOICES, trained=True)
     yield from _lines(run)
     yield from _records(run)
     yield _lock(run)
