@@ -47,7 +47,7 @@ ACCEPTED = Path(__file__).with_name("mutations_accepted.json")
 AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     "rows": (
         {
-            "finetune.data.splits": "of_files names_one chosen holds_out kind_of _caution _matching _by_names _saved "
+            "finetune.data.splits": "of_files names_one chosen holds_out kind_of _matching _by_names _saved "
             "_described",
             "finetune.data.columnar": "rows _values _holds_values as_written",
         },
@@ -65,11 +65,11 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
         {
             "finetune.data.tokenizing": "answered _step _tokenized _runs",
             "finetune.data.chat": "heads is_empty trained_turns _encoding "
-            "_completion _closed _end _tokens _chat",
+            "_segment _closed _end _tokens _chat",
             "finetune.data.encoded": "Encoded.trained Segment.trained Segment.cut",
             "finetune.data.masks": "answer_turns mask marks_generation "
             "rendering _by_marks _end_of_call _by_prefixes _turn_end _closed _wordless _words",
-            "finetune.data.lengths": "_error _truncate _last_answer _split",
+            "finetune.data.lengths": "_error _truncate _last_answer _in_pieces",
         },
         ["data/test_lengths.py", "data/test_marks.py", "data/test_chat_masks.py", "data/test_known_templates.py",
          "data/test_formats.py", "data/test_control_tokens.py", "data/test_row_limits.py", "data/test_prepare.py",

@@ -32,6 +32,8 @@ Order = Literal["length", "share", "keys", "area"]
 that attention sees, or by the area of their images. By length, the area decides about all but the longest row.
 """
 
+_BY_SHARED: tuple[Order, ...] = ("share", "keys")
+
 # A micro-batch of the rows with the most keys is considered only if it has more than this many times the keys of the
 # longest rows.
 _MORE_KEYS = 1.01
@@ -301,7 +303,13 @@ def worst_batches(sizes: Sizes, way: MicroBatching, step_rows: int, source: str)
     ones are kept once more for attention. If rows have images there is another one, of the largest area.
     """
     if way.packed:
-        return _largest_of_packed(sizes, way, step_rows, source)
+        longest = _largest_packed(sizes, way, step_rows, source)
+        if not sizes.shared:
+            return [longest]
+        # The first where tokens run out, the second where the rows of a step do.
+        others = (_largest_packed(sizes, way, step_rows, source, order) for order in _BY_SHARED)
+        densest = max(others, key=lambda batch: batch.keys)
+        return [longest, densest] if densest.keys > longest.keys * _MORE_KEYS else [longest]
     if way.tokens:
         batches = _largest_by_tokens(sizes, way, step_rows, source)
     else:
@@ -361,16 +369,6 @@ def _largest_by_tokens(sizes: Sizes, way: MicroBatching, step_rows: int, source:
     worst = batch(largest)
     worst = replace(worst, trained_tokens=min(most_trained, worst.positions))
     return [worst] if largest == longest else [worst, batch(longest)]
-
-
-def _largest_of_packed(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> list[LargestBatch]:
-    longest = _largest_packed(sizes, way, step_rows, source)
-    if not sizes.shared:
-        return [longest]
-    # The first where tokens run out, the second where the rows of a step do.
-    others = (_largest_packed(sizes, way, step_rows, source, order) for order in ("share", "keys"))
-    densest = max(others, key=lambda batch: batch.keys)
-    return [longest, densest] if densest.keys > longest.keys * _MORE_KEYS else [longest]
 
 
 def _largest_packed(

@@ -181,8 +181,14 @@ def _segment(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: 
         case Chat(escaped=escaped):
             segment = yield from _chat(example, tokenizer, loss_on)
             return replace(segment, escaped=escaped, media=example.images)
-        case Completion(escaped=escaped):
-            return replace((yield from _completion(example, tokenizer, loss_on)), escaped=escaped)
+        case Completion(text, answer, escaped):
+            # Prompt and completion are tokenized separately, as in generation, so no token spans the boundary.
+            prompt = yield from _text(text, escaped, tokenizer, continued=True)
+            completion = (yield TextPart(answer, escaped=escaped)).ids
+            completion, end = _closed(completion, prompt + completion, tokenizer)
+            ids = prompt + completion
+            labels = [IGNORE] * len(prompt) + completion[:end] + [IGNORE] * (len(completion) - end)
+            return Segment(ids, list(ids) if loss_on == "all" else labels, escaped=escaped)
         case Tokens():
             return _tokens(example, tokenizer)
         case Text(text, escaped):
@@ -220,16 +226,6 @@ def _prompt(example: Example, tokenizer: Any, control_tokens: ControlTokens) -> 
             return (yield from _text(text, escaped, tokenizer, continued=True))
         case Tokens(input_ids):
             return input_ids
-
-
-def _completion(example: Completion, tokenizer: Any, loss_on: LossOn) -> Asking[Segment]:
-    # Prompt and completion are tokenized separately, as in generation, so no token spans the boundary.
-    prompt = yield from _text(example.prompt, example.escaped, tokenizer, continued=True)
-    completion = (yield TextPart(example.completion, escaped=example.escaped)).ids
-    completion, end = _closed(completion, prompt + completion, tokenizer)
-    ids = prompt + completion
-    answer = completion[:end] + [IGNORE] * (len(completion) - end)
-    return Segment(ids, list(ids) if loss_on == "all" else [IGNORE] * len(prompt) + answer)
 
 
 def _text(text: str, escaped: bool, tokenizer: Any, *, continued: bool = False) -> Asking[list[int]]:

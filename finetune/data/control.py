@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -108,12 +108,9 @@ def around(tokenizer: Any) -> Around:
         written = chat_template.ids(tokenizer, _PROBE, prompt=True)
     except Exception:  # a template may raise anything; one that cannot be rendered writes no tokens
         written = []
-    turns = {*_tokens(tokenizer).values()} & {*written} - {*before, *after, *_ends_of_text(tokenizer)}
+    turns = {*_tokens(tokenizer).values()} & {*written}
+    turns -= {*before, *after, tokenizer.bos_token_id, tokenizer.eos_token_id}
     return Around(before, after, frozenset(turns), written[: len(before)] == before)
-
-
-def _ends_of_text(tokenizer: Any) -> set[int | None]:
-    return {tokenizer.bos_token_id, tokenizer.eos_token_id}
 
 
 @dataclass(frozen=True)
@@ -199,8 +196,12 @@ def _tokens(tokenizer: Any) -> dict[str, int]:
     `<think>` and `</think>`, are part of its text.
     """
     added = {token.content: (number, token.special) for number, token in tokenizer.added_tokens_decoder.items()}
+
+    def is_of_pair(text: str) -> bool:  # <name> and </name>
+        return f"{text[:1]}/{text[1:]}" in added or (text[1:2] == "/" and text[:1] + text[2:] in added)
+
     tokens = {text: number for text, (number, special) in added.items() if special}
-    turns = {text: number for text, (number, special) in added.items() if not special and not _is_tag(text, added)}
+    turns = {text: number for text, (number, special) in added.items() if not special and not is_of_pair(text)}
     if turns:
         try:
             written = chat_template.ids(tokenizer, _PROBE, prompt=True)
@@ -210,11 +211,6 @@ def _tokens(tokenizer: Any) -> dict[str, int]:
         spelled = str(tokenizer.chat_template)
         tokens |= {text: number for text, number in turns.items() if number in written or text in spelled}
     return tokens
-
-
-def _is_tag(text: str, known: Collection[str]) -> bool:
-    """Whether there is an opening and a closing token of this name."""
-    return f"{text[:1]}/{text[1:]}" in known or (text[1:2] == "/" and text[:1] + text[2:] in known)
 
 
 def _any_of(words: list[str]) -> str:

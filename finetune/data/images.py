@@ -110,12 +110,12 @@ def _parts(content: str | list[str | RowImage]) -> list[str | RowImage]:
 
 def _at_marks(parts: list[str | RowImage]) -> list[str | RowImage]:
     """Texts with an empty image in place of each mark."""
-    split: list[str | RowImage] = []
+    placed: list[str | RowImage] = []
     for text in parts:
         assert isinstance(text, str)
         first, *others = text.split(MARK)
-        split += [first, *(each for other in others for each in (RowImage(), other))]
-    return [each for each in split if each != ""] or [""]
+        placed += [first, *(each for other in others for each in (RowImage(), other))]
+    return [each for each in placed if each != ""] or [""]
 
 
 def _with_parts(messages: list[Message], contents: list[list[str | RowImage]]) -> list[Message]:

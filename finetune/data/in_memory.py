@@ -35,7 +35,14 @@ def given(rows: Iterable[Any], key: str) -> str:
         raise DataError(f'{key}: of a pandas.DataFrame, give its rows: frame.to_dict("records")')
     datasets = sys.modules.get("datasets")  # unless it is imported, no value is one of its
     if datasets and isinstance(rows, datasets.IterableDataset):
-        rows = _streamed(rows)
+        if rows.features is None:  # every object is taken for a struct
+            rows = map(columnar.as_written, rows)
+        else:
+            types = {field.name: field.type for field in rows.features.arrow_schema}
+            rows = (
+                {name: columnar.as_written(value, types.get(name)) for name, value in row.items()}
+                for row in rows.decode(False)
+            )
     kept = (
         of_dataset(rows)
         if datasets and isinstance(rows, datasets.Dataset)
@@ -77,16 +84,6 @@ class _StoredRows:
 def of_dataset(rows: Any) -> Iterable[Mapping[str, Any]]:
     """The rows of a `datasets.Dataset`, without decoding its images; those of its transform, if it has one."""
     return rows if rows.format["type"] == "custom" else _StoredRows(rows)
-
-
-def _streamed(rows: Any) -> Iterator[Any]:
-    """The rows of a `datasets.IterableDataset`; if its features are not known, every object is taken for a struct."""
-    if rows.features is None:
-        return map(columnar.as_written, rows)
-    types = {field.name: field.type for field in rows.features.arrow_schema}
-    return (
-        {name: columnar.as_written(value, types.get(name)) for name, value in row.items()} for row in rows.decode(False)
-    )
 
 
 def is_here(name: str) -> bool:

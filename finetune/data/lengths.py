@@ -67,6 +67,7 @@ def _truncate(row: Segment, limit: int) -> tuple[str, list[Segment]]:
         if tools:
             return "dropped", []
         head = []
+
     begin = start - prompt
     while bisect_left(head, begin) > prompt - (start - begin):
         begin += 1
@@ -90,7 +91,7 @@ def _last_answer(row: Segment) -> tuple[int, int]:
     return start, end
 
 
-def _split(row: Segment, limit: int) -> tuple[str, list[Segment]]:
+def _in_pieces(row: Segment, limit: int) -> tuple[str, list[Segment]]:
     """Each piece begins with the last token of the one before, untrained, so that every token is predicted once.
 
     Before it comes the head of a conversation, untrained: the system message, if it fits in half of the piece, and the
@@ -127,7 +128,7 @@ TOO_LONG: dict[str, LengthPolicy] = {
     "split": LengthPolicy(
         "it is split into pieces of `max_length`, each with a system message of moderate length and the definitions of "
         "tools; a piece with nothing to train is dropped, and a row without room for its tools",
-        _split,
+        _in_pieces,
         keeps_head=True,
         cuts=True,
     ),

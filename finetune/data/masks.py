@@ -248,7 +248,11 @@ def _by_prefixes(
             end = yield from _turn_end(example, turn, ids, start, tokenizer)
             if end is None:
                 end = _end_in_whole(whole, turn, ids, start, tokenizer)
-            _refuse_closed_thought(example, turn, before[start:], ids[start:end], tokenizer)
+            # A prompt that ends with a closed thought would not let the model write its own.
+            thought = _thought(example, turn, tokenizer)
+            closed = "</think>" in tokenizer.decode(before[start:])
+            if thought and closed and thought in _letters(tokenizer.decode(ids[start:end])):
+                raise RowError(_CLOSED.format(turn))
         if start is None or end is None:
             raise RowError(
                 f"messages[{turn}]: the chat template renders the conversation differently up to this turn, so its "
@@ -272,13 +276,6 @@ def _start(ids: list[int], before: list[int], tokenizer: Any) -> int | None:
         if _OPENED.fullmatch(tokenizer.decode(before[start:])):
             return start
     return None
-
-
-def _refuse_closed_thought(example: Chat, turn: int, opened: list[int], ids: list[int], tokenizer: Any) -> None:
-    """Raise RowError for a turn with a thought that its prompt, which ends with `opened`, would not let it write."""
-    thought = _thought(example, turn, tokenizer)
-    if thought and "</think>" in tokenizer.decode(opened) and thought in _letters(tokenizer.decode(ids)):
-        raise RowError(_CLOSED.format(turn))
 
 
 def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: Any) -> Asking[int | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from finetune.data.counts import Counts
 from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, MISMATCHED, Encoded, Segment
@@ -52,13 +52,18 @@ def add(file: Path, into: Path, counts: Counts, max_length: int, named: str) -> 
     with writer(into) as write:
         for at in range(0, len(rows), _BATCH_ROWS):
             others = partners[at : at + _BATCH_ROWS]
-            kept = [
-                _with(rows[number], starts[number], rows[other], starts[other], max_length)
-                for number, other in enumerate(others, start=at)
-            ]
-            write(kept)
-            for _, encoded in kept:
+            kept = []
+            for number, partner in enumerate(others, start=at):
+                own, other, start, after = rows[number], rows[partner], starts[number], starts[partner]
+                mismatched = Segment(
+                    [*own["input_ids"][:start], *other["input_ids"][after:]],
+                    [*own["labels"][:start], *other["labels"][after:]],
+                ).cut(max_length)
+                answer = Segment(own["input_ids"], own["labels"])
+                encoded = Encoded((answer, mismatched), (ANSWER, MISMATCHED), {DESIRABLE: own[DESIRABLE]})
+                kept.append((Row(own["place"], {}, own["source"]), encoded))
                 counts.add_mismatched(encoded.lengths[1])
+            write(kept)
 
 
 def exchanged(prompts: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -103,13 +108,3 @@ def _answers(rows: RowTable) -> _Located:
         answers.lengths.append(len(ids) - start)
         answers.prompts.append(known.setdefault(hash(tuple(ids[:start])), len(known)))
     return answers
-
-
-def _with(own: dict[str, Any], start: int, other: dict[str, Any], at: int, max_length: int) -> tuple[Row, Encoded]:
-    """A row whose answer starts at `start`, with the answer of an `other` row, which starts `at` a token of that."""
-    answer = Segment(own["input_ids"], own["labels"])
-    mismatched = Segment(
-        [*own["input_ids"][:start], *other["input_ids"][at:]], [*own["labels"][:start], *other["labels"][at:]]
-    ).cut(max_length)
-    encoded = Encoded((answer, mismatched), (ANSWER, MISMATCHED), {DESIRABLE: own[DESIRABLE]})
-    return Row(own["place"], {}, own["source"]), encoded

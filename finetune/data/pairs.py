@@ -57,8 +57,17 @@ def read(fields: Fields) -> Several:
 
     Raises RowError for a row that is no pair, Unusable for one whose answers are equally good.
     """
-    chosen, rejected = _answers(fields)
-    _compare_scores(fields)
+    chosen: AnswerContent
+    rejected: AnswerContent
+    if fields.get("chosen") is None and fields.get("answers") is not None:
+        chosen, rejected = _best_and_worst(fields)
+    else:
+        chosen, rejected = read_answer(fields, "chosen"), read_answer(fields, "rejected")
+    for names in _SCORES:
+        better, worse = (_score(fields, name) for name in names)
+        if better is not None and worse is not None and better <= worse:
+            raise Unusable(TIE if better == worse else REVERSED)
+
     if isinstance(chosen, str) and isinstance(rejected, str):
         return Several(dict(zip(("chosen", "rejected"), _texts(fields, chosen, rejected), strict=True)))
     if isinstance(chosen, str) or isinstance(rejected, str):
@@ -72,26 +81,10 @@ def read_with_margin(fields: Fields) -> Several:
     return Several(read(fields).segments, {"margin": margin})
 
 
-def _compare_scores(fields: Fields) -> None:
-    """Raise Unusable where the scores of both answers are equal, or say that the rejected one is better."""
-    for names in _SCORES:
-        better, worse = (_score(fields, name) for name in names)
-        if better is None or worse is None:
-            continue
-        if better <= worse:
-            raise Unusable(TIE if better == worse else REVERSED)
-
-
 def _score(fields: Fields, name: str) -> float | None:
     """A score; None without one."""
     value = fields.get(name)
     return None if row.is_nothing(value) else row.number(value, name, cure="remove the column if it holds none")
-
-
-def _answers(fields: Fields) -> tuple[AnswerContent, AnswerContent]:
-    if fields.get("chosen") is None and fields.get("answers") is not None:
-        return _best_and_worst(fields)
-    return read_answer(fields, "chosen"), read_answer(fields, "rejected")
 
 
 def read_answer(fields: Fields, name: str) -> AnswerContent:

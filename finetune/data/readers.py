@@ -300,7 +300,11 @@ def _columnar(path: Path, batches: Iterator[Any], kind: str) -> Records:
             if twice := repeated(batch.schema.names):
                 raise DataError(f"{path}: two columns have the name `{twice}`; rename one")
             batch.validate(full=True)  # pyarrow would follow damaged offsets beyond the buffer
-            for rows in _slices(batch):
+            start = 0
+            while start < batch.num_rows:  # in slices of at most about ROW_BYTES, or of one row
+                rows = batch.slice(start, _BATCH_ROWS)
+                rows = rows.slice(0, max(1, ROW_BYTES // max(1, rows.nbytes)))
+                start += rows.num_rows
                 if rows.num_rows == 1 and sum(map(_size_bytes, rows.columns)) > ROW_BYTES:
                     raise DataError(f"{path}[{index + 1}]: {_TOO_LONG}")
                 for fields in columnar.rows(rows, f"{path}[{index + 1}]"):
@@ -311,16 +315,6 @@ def _columnar(path: Path, batches: Iterator[Any], kind: str) -> Records:
         raise DataError(
             f"{path}: not {kind}, or damaged{after}; create or download it again ({first_line(error)})"
         ) from None
-
-
-def _slices(batch: Any) -> Iterator[Any]:
-    """A batch in slices of at most about `ROW_BYTES`, or of one row."""
-    start = 0
-    while start < batch.num_rows:
-        part = batch.slice(start, _BATCH_ROWS)
-        part = part.slice(0, max(1, ROW_BYTES // max(1, part.nbytes)))
-        yield part
-        start += part.num_rows
 
 
 def _size_bytes(array: Any) -> int:

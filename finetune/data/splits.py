@@ -55,7 +55,8 @@ def of_files(root: Path, files: Sequence[Path], *, by_pattern: bool = False) -> 
     found = _saved(root, names) or _described(root, names, by_pattern=by_pattern) or _by_names(tuple(names))
     splits: dict[str, list[Path]] = {}
     left = dict(names)
-    for split in sorted(found, key=_caution):
+    # Splits that must not be trained come first: a file that is in several is taken for the one with least use.
+    for split in sorted(found, key=lambda name: [*KINDS, NONE].index(kind_of(name))):
         if there := [name for name in found[split] if name in left]:
             splits[split] = [left.pop(name) for name in there]
     return {**splits, NONE: list(left.values())} if left else splits
@@ -97,18 +98,10 @@ def kind_of(name: str) -> str:
     """What the split `name` is for: one of KINDS, or `NONE`."""
     if name in (*KINDS, NONE):  # without the import of `datasets`, which takes half a second
         return name
-    return next((kind for kind in KINDS if _matching(_keyword_patterns()[kind], [f"{name}."])), NONE)
-
-
-def _caution(split: str) -> int:
-    """Splits that must not be trained come first: a file that is in several is taken for the one with least use."""
-    return [*KINDS, NONE].index(kind_of(split))
-
-
-def _keyword_patterns() -> Mapping[str, list[str]]:
     from datasets.data_files import DEFAULT_PATTERNS_SPLIT_IN_FILENAME
 
-    return {str(split): patterns for split, patterns in DEFAULT_PATTERNS_SPLIT_IN_FILENAME.items()}
+    patterns = {str(split): each for split, each in DEFAULT_PATTERNS_SPLIT_IN_FILENAME.items()}
+    return next((kind for kind in KINDS if _matching(patterns[kind], [f"{name}."])), NONE)
 
 
 def _matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:

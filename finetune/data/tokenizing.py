@@ -112,33 +112,34 @@ def _tokenized(pieces: list[TextPart], tokenizer: Any) -> list[Tokenized | RowEr
 def _tokenized_alike(pieces: list[TextPart], tokenizer: Any) -> list[Tokenized | RowError]:
     """Tokenize pieces with the same flags as one batch."""
     special, escaped = pieces[0].special, pieces[0].escaped
+    texts = [piece.text for piece in pieces]
     try:
         with tokenizing_in_parallel():
-            encodings = _encodings([piece.text for piece in pieces], tokenizer, special, escaped)
+            if escaped:
+                encodings = control.tokenize(texts, tokenizer, special)
+                ids = [encoding.ids for encoding in encodings]
+            else:
+                batch = tokenizer(
+                    texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False
+                )
+                # Tokenizers written in Python have no encodings.
+                ids, encodings = batch["input_ids"], batch.encodings or [None] * len(texts)
     except MemoryError:  # not the fault of a row
         raise
     except Exception as error:  # tokenizers raises plain Exception if one text fails; retry them one by one
         if len(pieces) == 1:
             return [RowError(f"the tokenizer rejects it: {error}")]
         return [result for piece in pieces for result in _tokenized_alike([piece], tokenizer)]
-    return [_mapped(piece, *encoded, tokenizer) for piece, encoded in zip(pieces, encodings, strict=True)]
 
-
-def _mapped(piece: TextPart, ids: list[int], encoding: Any, tokenizer: Any) -> Tokenized | RowError:
-    if piece.escaped:
+    results: list[Tokenized | RowError] = []
+    for piece, own, encoding in zip(pieces, ids, encodings, strict=True):
         try:
-            control.check(piece.text, ids, tokenizer, piece.special)
+            if escaped:
+                control.check(piece.text, own, tokenizer, special)
+            results.append(Tokenized(own, _runs(encoding, piece.marks)))
         except RowError as error:
-            return error
-    return Tokenized(ids, _runs(encoding, piece.marks))
-
-
-def _encodings(texts: list[str], tokenizer: Any, special: bool, escaped: bool) -> list[tuple[list[int], Any]]:
-    """The ids of each text with its `tokenizers.Encoding`, None for tokenizers written in Python."""
-    if escaped:
-        return [(encoding.ids, encoding) for encoding in control.tokenize(texts, tokenizer, special)]
-    batch = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False)
-    return list(zip(batch["input_ids"], batch.encodings or [None] * len(texts), strict=True))
+            results.append(error)
+    return results
 
 
 def _runs(encoding: Any, marks: Sequence[Span]) -> list[Span] | None:

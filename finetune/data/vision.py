@@ -313,8 +313,14 @@ def of(config: Config, architecture: Any, tokenizer: Any) -> Vision:
     Raises ConfigError for a base whose images are not trained on here, and for a bound on pixels that it does not have;
     MachineError for a transformers that is too old.
     """
+    from transformers import ProcessorMixin, __version__
+
     composite.seeing_class(architecture)
-    _refuse_older()
+    needed = inspect.signature(ProcessorMixin._merge_kwargs).parameters["ModelProcessorKwargs"]  # noqa: SLF001
+    if needed.default is needed.empty:  # the signature up to 5.22
+        raise MachineError(
+            f"`model.vision`: transformers {__version__} is too old to train on images; install 5.23, or set `none`"
+        )
     section, pixels = config.model, config.data.image_pixels
     family = FAMILIES.get(architecture.model_type, VisionFamily())
     processor = _image_processor(section)
@@ -329,16 +335,6 @@ def of(config: Config, architecture: Any, tokenizer: Any) -> Vision:
         return seeing
 
     return bounded(pixels)
-
-
-def _refuse_older() -> None:
-    from transformers import ProcessorMixin, __version__
-
-    needed = inspect.signature(ProcessorMixin._merge_kwargs).parameters["ModelProcessorKwargs"]  # noqa: SLF001
-    if needed.default is needed.empty:  # the signature up to 5.22
-        raise MachineError(
-            f"`model.vision`: transformers {__version__} is too old to train on images; install 5.23, or set `none`"
-        )
 
 
 def _processor(section: ModelSection, architecture: Any, family: VisionFamily, images: Any, tokenizer: Any) -> Any:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from conversations import TWO_TURNS, assistant, shown, trained_text, user
 
-from finetune.data import tokenizing
 from finetune.data.chat import encode, encode_all, heads, is_empty
 from finetune.data.encoded import IGNORE, Encoded, Segment, Teacher
 from finetune.data.examples import Chat, Completion, RowError, Several, Text, Tokens
@@ -215,12 +214,13 @@ def test_an_earlier_answer_with_a_word_that_the_tokenizer_does_not_know_is_train
 def test_running_out_of_memory_in_the_tokenizer_is_not_blamed_on_a_row(
     word_tokenizer: Make, chatml: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exhausted(*args: object) -> None:
+    def exhausted(*args: object, **options: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(tokenizing, "_encodings", exhausted)
+    tokenizer = word_tokenizer(chatml)
+    monkeypatch.setattr(type(tokenizer), "__call__", exhausted)
     with pytest.raises(MemoryError):
-        encode_all([Text("so"), Text("one")], word_tokenizer(chatml))
+        encode_all([Text("so"), Text("one")], tokenizer)
 
 
 BARE = (
