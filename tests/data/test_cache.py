@@ -24,7 +24,7 @@ from jobs import write_rows
 from messages import refusal
 
 from finetune.config import DataSection, Source
-from finetune.data import cache, fingerprint, prepared_writer, python_docs, sources
+from finetune.data import cache, fingerprint, prepared_writer, python_docs, source_kinds, sources
 from finetune.data.counts import Counts
 from finetune.data.encoded import IGNORE, Encoded, Segment
 from finetune.data.prepare import Prepared, prepare, prepare_held_out
@@ -256,7 +256,7 @@ def test_a_hub_data_set_is_known_by_its_commit(tokenizer: Any, kept: Path) -> No
     for commit, rows in (("a" * 40, TEXTS[:2]), ("b" * 40, TEXTS[:3])):
         fetched(kept.parent, commit, rows)
         for _ in range(2):
-            sources._fetched.cache_clear()  # as in another process
+            source_kinds._fetched.cache_clear()  # as in another process
             prepared = prepare(job, tokenizer)
             assert prepared.train_counts.rows == len(rows)
             files.append(file_of(prepared.train))

@@ -15,6 +15,8 @@ from messages import refusal
 from finetune.config import DataSection, Source
 from finetune.data import sources, splits
 from finetune.data.prepare import Prepared, prepare
+from finetune.data.problems import Problems
+from finetune.data.source_kinds import HubDataSet
 from finetune.errors import DataError
 from finetune.report import words
 
@@ -252,9 +254,11 @@ def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_data_set_of_the_hub_has_its_validation_held_out(tmp_path: Path) -> None:
     folder = str(laid_out(tmp_path / "corpus", ["train.jsonl", "validation.jsonl", "test.jsonl"]))  # stands for a name
-    assert {fields["text"][:5] for _, fields in sources._hub(folder, "train")} == {"train"}
-    held_out = [location for location, _ in sources._hub(folder, "eval")]
-    assert held_out == [f"{folder}[validation]:{number}" for number in (1, 2, 3)]
+    train, held_out = (
+        list(HubDataSet().records(folder, split, f"data.{split}", Problems(), None)) for split in ("train", "eval")
+    )
+    assert {fields["text"][:5] for _, fields, _ in train} == {"train"}
+    assert [location for location, *_ in held_out] == [f"{folder}[validation]:{number}" for number in (1, 2, 3)]
 
 
 # -- prepared rows ---------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ for line in sys.stdin:
         lambda: load_architecture(ModelSection(name="some/model")),
         lambda: load_architecture(ModelSection(name="some/model", revision="v2")),
         lambda: load_tokenizer(ModelSection(name="some/model")),
-        lambda: next(sources._hub("some/data", "train")),
+        lambda: next(sources.rows("some/data")),
         lambda: weights_directory("some/model", None, download=True),
         lambda: starting.folder_of("some/adapter"),
         lambda: print("read", load_architecture(ModelSection(name="some/cached")).model_type),

@@ -14,6 +14,7 @@ from messages import refusal
 
 from finetune.data import sources
 from finetune.data.problems import Problems
+from finetune.data.source_kinds import HubDataSet
 from finetune.errors import DataError
 
 ROW = json.dumps({"prompt": "Say", "completion": "word"}) + "\n"
@@ -43,7 +44,7 @@ def test_a_hub_data_set_with_a_loading_script_is_refused(
     """What `datasets` says of it, asked with a local folder, as there is no hub here."""
     (foreign / "foreign.py").write_text(trap.python)
     with refusal(DataError, "script"):
-        list(sources._hub(str(foreign / "foreign.py"), "train"))
+        list(HubDataSet().records(str(foreign / "foreign.py"), "train", "data.train", Problems(), None))
     assert not trap.went_off
 
 
