@@ -135,9 +135,9 @@ def final(run: dict[str, Any]) -> float | None:
 
 def draw(runs: list[dict[str, Any]]) -> None:
     """Three panels: rank x rate, targets x rate, and the loss epoch by epoch."""
-    from finetune.report import canvas
+    from finetune.report import plots
 
-    paper = canvas.new(10, 3.8)
+    paper = plots.new_figure(10, 3.8)
     ranks, targets, epochs = paper.subplots(1, 3)
     short = [run for run in runs if not run["epochs"] and run["seed"] == SEEDS[0]]
     for rank in (*RANKS, EVERY_WEIGHT):
@@ -151,7 +151,7 @@ def draw(runs: list[dict[str, Any]]) -> None:
             epochs.plot(done, run["eval_losses"].values(), marker="o", markersize=4, label=f"rate {run['rate']:g}")
     titles = {ranks: f"{STEPS} steps, by rank", targets: f"{STEPS} steps, rank 16", epochs: "a tenth of the rows"}
     for axes, title in titles.items():
-        canvas.frame(axes)
+        plots.draw_frame(axes)
         axes.set_title(title, fontsize=10)
         axes.legend(fontsize=8, frameon=False, loc="upper right" if axes is epochs else "lower left")
     for axes in (ranks, targets):
@@ -160,7 +160,7 @@ def draw(runs: list[dict[str, Any]]) -> None:
         axes.set_xlabel("learning rate")
     ranks.set_ylabel("evaluation loss (nats per token)")
     epochs.set_xlabel("epoch")
-    PICTURE.write_bytes(canvas.png(paper))
+    PICTURE.write_bytes(plots.png(paper))
 
 
 def curve(axes: Any, runs: list[dict[str, Any]], label: str, style: str = "-") -> None:

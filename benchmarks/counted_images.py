@@ -25,7 +25,7 @@ LEAST = 0.9
 _RUN = """
 import json, sys
 import nbformat
-from finetune.report import canvas
+from finetune.report import plots
 
 notebook, seed, folder = sys.argv[1:]
 names = {}
@@ -36,7 +36,7 @@ result, measures = names["result"], names["scores"].as_dict()["measures"]
 found = {"steps": result.run.steps_done, "seconds": result.summary()["seconds"], "rows": len(names["rows"]),
          "held_out": len(names["held_out"]), "measures": {one["name"]: one["models"] for one in measures}}
 open(f"{folder}/found.json", "w").write(json.dumps(found))
-open(f"{folder}/picture.png", "wb").write(canvas.png(names["figure"]))
+open(f"{folder}/picture.png", "wb").write(plots.png(names["figure"]))
 """
 
 

@@ -146,10 +146,9 @@ def compare(runs: Sequence[Run]) -> RunsView:
 
     Raises ArtifactError for a path without a run, and ConfigError for fewer than two different runs.
     """
-    from finetune.report import side_by_side
-    from finetune.report.runs_view import RunsView
+    from finetune.report import runs_view
 
-    return RunsView(side_by_side.compare(runs))
+    return runs_view.RunsView(runs_view.compare(runs))
 
 
 def _refuse_nothing(**given: Any) -> None:

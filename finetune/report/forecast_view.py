@@ -19,7 +19,7 @@ from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.forecast.levers import Lever
 from finetune.forecast.plan import Fitted, Limits
 from finetune.measure.monitor import Peak
-from finetune.report import printing, step_curve, words
+from finetune.report import curves, printing, words
 from finetune.report.view import PageView, View
 from finetune.report.visible import LINES
 from finetune.storage.files import write_bytes
@@ -70,9 +70,9 @@ class PlanView(PageView):
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Write a plot of memory over the step as a PNG. Raises MachineError if it cannot be written."""
-        from finetune.report import memory_plot  # imports matplotlib, which text output does not need
+        from finetune.report import plots  # imports matplotlib, which text output does not need
 
-        write_bytes(Path(path), memory_plot.forecast(self.forecast))
+        write_bytes(Path(path), plots.forecast(self.forecast))
 
     def show(self, console: Console) -> None:
         """Print what was chosen for `auto`, whether the job fits, what uses the memory, other costs, and the levers."""
@@ -103,15 +103,15 @@ class PlanView(PageView):
         }
 
     def charts(self) -> list[dict[str, Any]]:
-        return step_curve.chart(self.forecast)
+        return curves.of_step(self.forecast)
 
     def picture(self) -> bytes:
         """Memory over the step as a PNG, if a step was traced."""
         if not self.forecast.curve:
             return b""
-        from finetune.report import memory_plot  # imports matplotlib, which text output does not need
+        from finetune.report import plots  # imports matplotlib, which text output does not need
 
-        return memory_plot.forecast(self.forecast)
+        return plots.forecast(self.forecast)
 
     def __repr__(self) -> str:
         return f"<plan: {words.verdict(self.forecast)}>"

@@ -10,7 +10,7 @@ from typing import Any
 from finetune.config import Config, dump, named
 from finetune.errors import ConfigError
 from finetune.measure.monitor import headline
-from finetune.report import curves, data_view, forecast_view, pages, words
+from finetune.report import curves, data_view, forecast_view, view, words
 from finetune.report.figures import RECENT_STEPS, Figures
 from finetune.report.scores import Scores
 from finetune.storage.files import write_text
@@ -68,7 +68,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
     except ConfigError as error:  # written by another version; its results can still be shown
         config, settings = None, f"config.yaml cannot be read: {error}"
     forecast, differences = run.forecast(), _differences(run)
-    document = pages.page(
+    document = view.document(
         run.path.name,
         "run.html.j2",
         curves.of_run(figures),

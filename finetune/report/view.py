@@ -1,16 +1,29 @@
-"""The base of all views: a result that is printed, written as JSON or as a page, and shown in a notebook."""
+"""The base of all views: a result that is printed, written as JSON or as a page, and shown in a notebook.
+
+A page is one file that loads nothing and runs nothing but the script that draws its charts: its content security policy
+names that script by its hash. The Jinja2 templates in templates/ are rendered with all values escaped and control
+characters made visible.
+"""
 
 from __future__ import annotations
 
 import base64
+import hashlib
+import re
+from functools import cache
+from importlib import resources
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 
-from finetune.report import pages, printing
+from finetune.report import printing, words
+from finetune.report.visible import LINES, visible
 from finetune.storage.files import write_text
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 class View:
@@ -42,7 +55,7 @@ class View:
         if not self.template:
             return None
         plot = base64.b64encode(self.picture()).decode()
-        return pages.fragment(self.template, **self.values(), curves=[], plot=plot)
+        return fragment(self.template, **self.values(), curves=[], plot=plot)
 
 
 class PageView(View):
@@ -58,8 +71,61 @@ class PageView(View):
 
     def page(self) -> str:
         """The view as a self-contained HTML document."""
-        return pages.page(self.title(), self.template, self.charts(), **self.values(), plot="")
+        return document(self.title(), self.template, self.charts(), **self.values(), plot="")
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write a self-contained HTML page. Raises MachineError if it cannot be written."""
         write_text(Path(path), self.page())
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+_BREAKS = r"(?<=[_./-])(?<!\de-)(?<!\d[.])(?=\w)"
+
+
+def document(title: str, template: str, curves: list[dict[str, Any]], **values: Any) -> str:
+    """A self-contained HTML document from a template, with a title; `curves` are the charts that it draws."""
+    library = f"/*\n{_read('uplot/LICENSE')}*/\n{_read('uplot/uPlot.iife.min.js')}"
+    script = library + _read("templates/charts.js") if curves else ""
+    return fragment(
+        "page.html.j2",
+        title=title,
+        content=template,
+        curves=curves,
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        chart_style=_read("uplot/uPlot.min.css") if curves else "",
+        **values,
+    )
+
+
+def fragment(template: str, **values: Any) -> str:
+    """The HTML of a template alone, for notebooks."""
+    return _environment().get_template(template).render(values)
+
+
+@cache
+def _read(name: str) -> str:
+    return (resources.files("finetune.report") / name).read_text(encoding="utf-8")
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # not needed to print on a terminal
+
+    def shown(value: object) -> object:
+        return value if hasattr(value, "__html__") else visible(str(value), LINES)  # `__html__`: rendered by a macro
+
+    environment = Environment(
+        loader=PackageLoader("finetune.report"), autoescape=True, undefined=StrictUndefined, finalize=shown,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.globals["words"] = words
+    safe, escape = environment.filters["safe"], environment.filters["escape"]
+
+    def breakable(name: str) -> Any:
+        """A name such as `training.learning_rate`, which a line may break after each part of; not within 1.5e-4."""
+        return safe("<wbr>".join(map(escape, re.split(_BREAKS, visible(name, LINES)))))
+
+    environment.filters["breakable"] = breakable
+    return environment

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from finetune.choices import CHOICES, config_of, load_config
 from finetune.config import Config, gone, values_of, written
 from finetune.errors import ArtifactError, ConfigError
-from finetune.report.side_by_side import compare
+from finetune.report.runs_view import compare
 from finetune.resolve import Job
 from finetune.session import resume
 from finetune.storage.rundir import RunDirectory

@@ -12,14 +12,14 @@ from forecasts import GIB, MIB, forecast
 from matplotlib.colors import to_rgb
 
 from finetune.forecast.job_forecast import WORDS, Forecast
-from finetune.report import memory_plot, step_curve
+from finetune.report import curves, plots
 
 # From bottom to top at each of the five points, in GiB: 1 of context, 3 of weights, 0.25 of states, then what changes.
 _TOPS = [4.25, 5.25, 6.5, 5.25, 4.75]
 
 
 def axes_of(planned: Forecast) -> Any:
-    (axes,) = memory_plot.draw(planned).axes
+    (axes,) = plots.forecast_figure(planned).axes
     return axes
 
 
@@ -68,7 +68,7 @@ def test_the_layers_lie_on_each_other_as_thick_as_their_categories_in_the_legend
 
 
 def test_every_category_has_a_colour_of_its_own() -> None:
-    colours = step_curve.COLOURS
+    colours = curves.COLOURS
     assert set(colours) == set(WORDS) - {"communicators", "allocator_slack"}
     assert len(set(colours.values())) == len(colours)
 
@@ -95,7 +95,7 @@ def lab(colour: str, eye: Any) -> Any:
 
 @pytest.mark.parametrize("eye", _EYES)
 def test_colours_differ_for_colour_blind_readers(eye: str) -> None:
-    seen = [lab(colour, _EYES[eye]) for colour in step_curve.COLOURS.values()]
+    seen = [lab(colour, _EYES[eye]) for colour in curves.COLOURS.values()]
     assert min(np.linalg.norm(first - second) for first, second in combinations(seen, 2)) > 20
     assert min(np.linalg.norm(first - second) for first, second in pairwise(seen)) > 30
 
@@ -135,7 +135,7 @@ def test_the_peak_is_marked_where_most_tensors_are_alive() -> None:
 def test_the_budget_is_a_line_unless_it_is_far_above_the_need_and_the_title_is_the_answer(
     budget: int, lines: list[float], text: str, top: tuple[float, float], title: str
 ) -> None:
-    figure = memory_plot.draw(forecast(budget=budget))
+    figure = plots.forecast_figure(forecast(budget=budget))
     (axes,) = figure.axes
     assert budget_lines(axes) == lines
     assert text in texts(axes)
@@ -145,7 +145,7 @@ def test_the_budget_is_a_line_unless_it_is_far_above_the_need_and_the_title_is_t
 
 
 def test_a_long_device_name_does_not_overflow_the_plot() -> None:
-    figure = memory_plot.draw(forecast(name="a card with a name that is as long as $names of cards$ can get " * 2))
+    figure = plots.forecast_figure(forecast(name="a card with a name that is as long as $names of cards$ can get " * 2))
     figure.canvas.draw()
     (title,) = figure.texts
     assert title.get_window_extent().x1 < figure.bbox.x1
@@ -162,7 +162,7 @@ def test_phases_are_named_under_their_part_of_the_axis() -> None:
 
 def test_a_phase_of_few_points_keeps_room_for_its_name() -> None:
     seen = forecast()
-    figure = memory_plot.draw(
+    figure = plots.forecast_figure(
         dataclasses.replace(seen, curve=seen.curve[:2] * 100 + seen.curve[2:4] * 100 + seen.curve[4:])
     )
     figure.canvas.draw()
@@ -181,7 +181,7 @@ def test_reserved_memory_is_a_line_above_the_tensors_and_none_on_a_cpu() -> None
 def test_the_label_of_the_peak_is_below_a_line_of_reserved_memory_close_above_it() -> None:
     seen = forecast()
     curve = tuple(dataclasses.replace(point, reserved_bytes=5664 * MIB) for point in seen.curve)
-    figure = memory_plot.draw(dataclasses.replace(seen, curve=curve))
+    figure = plots.forecast_figure(dataclasses.replace(seen, curve=curve))
     figure.canvas.draw()
     (axes,) = figure.axes
     (label,) = [text for text in axes.texts if text.get_text() == "peak 6.50 GiB"]
@@ -219,6 +219,6 @@ def test_small_jobs_are_drawn_in_mib() -> None:
 
 def test_a_png_is_the_same_every_time_and_says_so_without_a_curve() -> None:
     assert texts(axes_of(forecast(curve=()))) == ["no step was traced"]
-    image = memory_plot.forecast(forecast())
-    assert image == memory_plot.forecast(forecast())
+    image = plots.forecast(forecast())
+    assert image == plots.forecast(forecast())
     assert image.startswith(b"\x89PNG\r\n\x1a\n")

@@ -1,4 +1,4 @@
-// Draws the charts of curves.py and step_curve.py, which stand in #curves as JSON. All of a page share cursor and zoom,
+// Draws the charts of curves.py, which stand in #curves as JSON. All of a page share cursor and zoom,
 // but those along the values of a key.
 "use strict";
 (() => {
