@@ -84,7 +84,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "_packed_rows",
             "finetune.training.oom_retry": "Limit.parts Limit.lower Retry.forward_backward Retry.update "
             "StepStart.restore UpdateStart.undo",
-            "finetune.training.eval_loss": "summed_loss _sums EvalLoss.loss EvalLoss.sums",
+            "finetune.training.eval_loss": "summed_loss _sums EvalLoss.value EvalLoss.sums",
             "finetune.model.distributed.engine": "OneProcess.backward OneProcess._clip OneProcess.update",
             "finetune.training.step": "Step.forward_backward Step.micro_step Step.clip Step.update Step.rescale",
             "finetune.training.loop": "Loop.run Loop._epoch Loop.take_step Loop._after Loop.stopped_early Loop.is_over "

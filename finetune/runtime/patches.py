@@ -407,7 +407,7 @@ SYNC_GPU = Patch(
     "bitsandbytes.optim.optimizer:sync_gpu",
     "bitsandbytes 0.50",
     "(t)",
-    "An update would wait for the GPU after each weight; `training/state.py` and `training/largest_batch.py` wait "
+    "An update would wait for the GPU after each weight; `training/state.py` and `training/warm_up.py` wait "
     "where they must.",
     "only paged states are synchronised.",
 )

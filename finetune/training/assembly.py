@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import torch
 
 from finetune import objectives
-from finetune.data.batching import MicroBatching, RowOrder, Sizes
+from finetune.data.batching import RowOrder, Sizes
 from finetune.measure import snapshots
 from finetune.model.precision import autocast
 from finetune.model.probes import causality
@@ -17,14 +18,14 @@ from finetune.model.source import identity
 from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.device import require_default_stream
 from finetune.training import optimizers, probe_table, schedules, strategies
-from finetune.training.batches import Steps
+from finetune.training.batches import PreparedRows, StepSource
 from finetune.training.callbacks import Callbacks
 from finetune.training.checkpoints import Checkpoints
 from finetune.training.collator import MicroBatches, cannot_share, micro_batching
 from finetune.training.eval_loss import EvalLoss
 from finetune.training.guards import Falls
 from finetune.training.job import TrainingJob
-from finetune.training.loop import Loop
+from finetune.training.loop import Intervals, Loop
 from finetune.training.noise import Noise
 from finetune.training.oom_report import OutOfMemoryReport
 from finetune.training.oom_retry import Retry
@@ -34,17 +35,18 @@ from finetune.training.recorder import MetricsRecorder
 from finetune.training.step import Step
 
 
-def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
-    """The loop of a job whose model is complete."""
+def assemble(job: TrainingJob, callbacks: Callbacks, steps: StepSource | None = None) -> Loop:
+    """The loop of a job whose model is complete, on `steps`, by default of its prepared rows."""
     config, training, run = job.config, job.config.training, job.run
     profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.device)
     objective = objectives.of(config)
     falls = Falls() if objective.reference and "nll_weight" in objective.settings else None
     recorder = MetricsRecorder(run, job.monitor, job.listener, job.trackers, profiler, callbacks, falls)
-    steps = _steps(job)
-    step = _step(job, recorder, steps.collate)
+    collate = collator(job)
+    step = _step(job, recorder, collate)
+    steps = steps or prepared_rows(job, collate)
     progress = read_progress(job.resume_from) if job.resume_from else Progress()
-    progress.total = steps.in_all(training)
+    progress.total = training.max_steps or math.ceil(training.epochs * steps.in_epoch)
     schedule = schedules.scheduler(training, step.engine.optimizer, progress.total)
     checkpoints = Checkpoints(
         step, schedule, run, job.monitor, keep=config.output.keep, provenance=job.provenance,
@@ -54,7 +56,7 @@ def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
     report = OutOfMemoryReport(config, run, job.listener, progress, checkpoints, job.data, job.device)
     evaluation = None
     if job.data.eval is not None:
-        evaluation = EvalLoss(step, job.data.eval, steps.collate, steps.batch_size, report.of_evaluation)
+        evaluation = EvalLoss(step, job.data.eval, collate, training.batch_size, report.of_evaluation)
         if job.resident and not config.adapter.start_from:
             evaluation.known = job.resident.computed
             evaluation.untrained = _untrained_settings(job)
@@ -63,17 +65,17 @@ def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
         schedule=schedule,
         steps=steps,
         progress=progress,
-        evaluate_every=training.eval_every,
-        save_every=config.output.save_every,
-        save_best=config.output.best and job.data.judges,
-        patience=training.early_stopping,
+        intervals=Intervals(
+            evaluate_every=training.eval_every,
+            save_every=config.output.save_every,
+            save_best=config.output.best and job.data.judges,
+            patience=training.early_stopping,
+        ),
         retry=Retry(report),
         recorder=recorder,
         checkpoints=checkpoints,
         evaluation=evaluation,
         signals=job.signals,
-        monitor=job.monitor,
-        callbacks=callbacks,
     )
 
 
@@ -114,32 +116,30 @@ def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) ->
     )
 
 
-def _way(job: TrainingJob) -> MicroBatching:
-    """The division of a job's steps, equal on all ranks; notes why packed segments cannot share tokens, if so."""
+def collator(job: TrainingJob) -> MicroBatches:
+    """Collates the steps of a job, alike on all ranks; notes why packed segments cannot share tokens, if so."""
     config = job.config
     way = micro_batching(config, job.architecture)
-    if not (way.packed and way.layout.sequences > 1):
-        return way
-    if not way.shares:
+    if way.shares:
+        with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
+            unlike = probe_table.run("sharing", Subject(config, job.model))
+        for line in unlike:
+            job.listener.note(line)
+        # Ranks that divide a step differently would wait for each other's passes for ever.
+        way = replace(way, shares=not any(ranks.gathered(unlike)))
+    elif way.packed and way.layout.sequences > 1:
         why = cannot_share(config, job.architecture)
         job.listener.note(f"a prompt is computed once for each answer, not for both: {why}")
-        return way
-    with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
-        unlike = probe_table.run("sharing", Subject(config, job.model))
-    for line in unlike:
-        job.listener.note(line)
-    # Ranks that divide a step differently would wait for each other's passes for ever.
-    return replace(way, shares=not any(ranks.gathered(unlike)))
-
-
-def _steps(job: TrainingJob) -> Steps:
-    config, training, rows = job.config, job.config.training, job.data.train
-    way = _way(job)
-    collate = MicroBatches(
+    return MicroBatches(
         way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), config.distributed.context,
         job.data.media,
     )  # fmt: skip
+
+
+def prepared_rows(job: TrainingJob, collate: MicroBatches) -> PreparedRows:
+    """The source of steps of a job's own rows."""
+    training, rows = job.config.training, job.data.train
     # The order of a run must outlive a change of what lets segments share tokens, such as `kernels.compile`.
-    sizes = Sizes.of(rows, replace(way, shares=False))
+    sizes = Sizes.of(rows, replace(collate.way, shares=False))
     order = RowOrder(sizes.lengths, training.batch_size, training.seed, training.group_by_length, sizes.areas)
-    return Steps(rows, order, collate, training.batch_size, on_card=job.device.type == "cuda")
+    return PreparedRows(rows, order, collate, training.batch_size, on_card=job.device.type == "cuda")

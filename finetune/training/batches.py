@@ -1,4 +1,4 @@
-"""The training data as steps: this rank's micro-batches for each optimizer step."""
+"""The source of a run's optimizer steps, and prepared rows as one: this rank's micro-batches for each step."""
 
 from __future__ import annotations
 
@@ -7,20 +7,40 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from finetune.config import TrainingSection
 from finetune.data.batching import RowOrder
 from finetune.data.encoded import MEDIA, columns
 from finetune.runtime import ranks
+from finetune.training import largest_batch
 from finetune.training.collator import Inputs, MicroBatches
+from finetune.training.largest_batch import LargestStep
+
+
+class StepSource(Protocol):
+    """Where the optimizer steps of a run come from: prepared rows, or what takes their place, such as rollouts.
+
+    A step is this rank's micro-batches, of the layout of the objective. All ranks get equally many for each step
+    (`MicroBatches.idle` fills up), and call a source's methods together. A source has no state that a checkpoint would
+    have to hold: a run goes on by asking for the steps of an epoch after those that it has done.
+    """
+
+    @property
+    def in_epoch(self) -> int:
+        """Steps per epoch."""
+
+    def epoch(self, number: int, done: int) -> Iterator[list[Inputs]]:
+        """The steps of epoch `number` (from 0) after the first `done`."""
+
+    def largest(self, most_tokens: int | None = None) -> Iterator[LargestStep]:
+        """The steps that need most memory, for the warm-up; of sequences of at most `most_tokens`, if given."""
 
 
 @dataclass(frozen=True)
-class Steps:
-    """The steps of each epoch over `rows` (a data set), sampled by `order`.
+class PreparedRows:
+    """The source that repeats `rows` (a data set) in each epoch, sampled by `order`.
 
     The rows of a step are one batch of the loader, which `collate` divides among ranks and micro-batches. There are no
     loader workers: their random state could not be resumed. With `on_card` a thread prepares each step in pinned
@@ -38,12 +58,7 @@ class Steps:
         """Steps per epoch; the last one may have fewer rows."""
         return math.ceil(len(self.rows) / self.batch_size)
 
-    def in_all(self, training: TrainingSection) -> int:
-        """Total steps of the job."""
-        return training.max_steps or math.ceil(training.epochs * self.in_epoch)
-
     def epoch(self, number: int, done: int) -> Iterator[list[Inputs]]:
-        """The steps of epoch `number` (from 0) after the first `done`."""
         self.order.set_epoch(number)
         loader = DataLoader(
             self.rows.select_columns(columns(self.rows)),
@@ -53,6 +68,9 @@ class Steps:
             pin_memory=self.on_card,
         )
         return agreed(one_ahead(iter(loader)) if self.on_card else iter(loader), self.rows)
+
+    def largest(self, most_tokens: int | None = None) -> Iterator[LargestStep]:
+        return largest_batch.largest_steps(self.rows, self.collate, self.batch_size, most_tokens)
 
 
 def one_ahead(steps: Iterator[list[Inputs]]) -> Iterator[list[Inputs]]:

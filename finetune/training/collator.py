@@ -64,8 +64,9 @@ class Idle(Inputs):
 class MicroBatches:
     """Collates this rank's share of rows (`encoded.columns`) into a list of micro-batches.
 
-    Each `context` ranks in a row have one share, whose rows they split: micro-batches then have `position_ids`, and as
-    many tokens as can be divided among them. `media` makes the model's arguments of what rows show.
+    Each `context` ranks in a row have one share of all `shares`, whose rows they split: micro-batches then have
+    `position_ids`, and as many tokens as can be divided among them. `media` makes the model's arguments of what rows
+    show.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class MicroBatches:
         media: Media = TEXT_ALONE,
     ) -> None:  # fmt: skip
         self.way, self.media = way, media
-        self._rank, self._world_size = rank // context, world_size // context
+        self._rank, self.shares = rank // context, world_size // context
         self._pad_token_id, self._context = pad_token_id, context
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[Inputs]:
-        shares = [rows[rank :: self._world_size] for rank in range(self._world_size)]
+        shares = [rows[rank :: self.shares] for rank in range(self.shares)]
         way = self.way
         parts = [
             micro_batches([way.length(lengths_of(row), way.shared(row)) for row in share], way, self.media.areas(share))

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from accelerate.utils import send_to_device
@@ -32,6 +32,7 @@ from finetune.runtime.libraries import without_cudnn_attention
 from finetune.training import oom_retry
 from finetune.training.batches import agreed
 from finetune.training.collator import Inputs, MicroBatches, apart, for_model, micro_batching
+from finetune.training.largest_batch import largest_steps
 from finetune.training.step import Step
 
 
@@ -108,9 +109,26 @@ class EvaluationReport(Protocol):
         """A micro-batch did not fit while other ranks wait. Returns the error with which the run ends."""
 
 
+class Evaluation(Protocol):
+    """What a run is judged by as it trains: the best value decides what is published, and when a run stops early."""
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a higher value is better."""
+
+    def before_training(self) -> float | None:
+        """The value of a model before its first step."""
+
+    def value(self) -> float | None:
+        """The value of the model as it is, the same on all ranks; None if it does not fit into memory."""
+
+    def warm_up(self) -> None:
+        """Run the part that takes most memory."""
+
+
 @dataclass
 class EvalLoss:
-    """Evaluation during training.
+    """The loss on the evaluation set as a run's `Evaluation`.
 
     `report` gets each micro-batch that is split because it does not fit, and a single row that does not fit; there is
     then no loss. `known` has the losses of untrained models by all that they follow from; the key of this one is
@@ -125,17 +143,18 @@ class EvalLoss:
     limit: oom_retry.Limit = field(default_factory=oom_retry.Limit)
     known: dict[Any, Any] = field(default_factory=dict)
     untrained: str = ""
+    higher_is_better: ClassVar[bool] = False
 
     def before_training(self) -> float | None:
-        """`loss` of a model before its first step, computed once for all runs that begin with the same weights."""
+        """`value` of a model before its first step, computed once for all runs that begin with the same weights."""
         if self.untrained in self.known:
             return float(self.known[self.untrained])
-        loss = self.loss()
+        loss = self.value()
         if loss is not None and not self.limit.lowered:  # a split changes the last digits
             self.known[self.untrained] = loss
         return loss
 
-    def loss(self, steps: Iterable[list[Inputs]] | None = None) -> float | None:
+    def value(self, steps: Iterable[list[Inputs]] | None = None) -> float | None:
         """Mean loss in nats per trained token over `steps`, by default all rows; None if a row does not fit a rank.
 
         What the objective needs the mean of over a step, it gets over all these rows.
@@ -170,6 +189,12 @@ class EvalLoss:
         assert summed is not None, "no rank failed"
         total, count = ranks.summed(summed)
         return total / count
+
+    def warm_up(self) -> None:
+        """Evaluate the largest micro-batches."""
+        for largest in largest_steps(self.rows, self.collate, self.batch_size):
+            with self.step.monitor.phase("evaluation"):
+                self.value([[largest.inputs]])
 
     def batches(self) -> Iterable[list[Inputs]]:
         """All rows in order, as steps."""

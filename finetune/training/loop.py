@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from finetune.errors import DataError, FinetuneError, Terminated
-from finetune.measure.monitor import Monitor
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
 from finetune.runtime.signals import Signals
-from finetune.training.batches import Steps
-from finetune.training.callbacks import Callbacks
+from finetune.training.batches import StepSource
 from finetune.training.checkpoints import Checkpoints
 from finetune.training.collator import Inputs
-from finetune.training.eval_loss import EvalLoss
+from finetune.training.eval_loss import Evaluation
 from finetune.training.oom_retry import Retry
 from finetune.training.progress import Progress
 from finetune.training.recorder import MetricsRecorder, StepCounts, StepNumbers
@@ -30,30 +28,34 @@ from finetune.training.state import restore_random
 from finetune.training.step import Step
 
 
+@dataclass(frozen=True)
+class Intervals:
+    """When a run evaluates and saves: every so many steps (None: only at its end).
+
+    With `save_best` it also saves after each evaluation with the best value so far; `patience` evaluations without
+    improvement end it.
+    """
+
+    evaluate_every: int | None = None
+    save_every: int | None = None
+    save_best: bool = False
+    patience: int | None = None
+
+
 @dataclass
 class Loop:
-    """A run's training, from `progress` to its last step.
-
-    `steps` are the training data; `evaluation` is None without an evaluation set. The run evaluates every
-    `evaluate_every` and saves every `save_every` steps (None: only at its end), with `save_best` also after each
-    evaluation with the lowest loss so far; `patience` evaluations without improvement end it.
-    """
+    """A run's training, from `progress` to its last step. `evaluation` is None without an evaluation set."""
 
     step: Step
     schedule: torch.optim.lr_scheduler.LRScheduler
-    steps: Steps
+    steps: StepSource
     progress: Progress
-    evaluate_every: int | None
-    save_every: int | None
-    save_best: bool
-    patience: int | None
+    intervals: Intervals
     retry: Retry
     recorder: MetricsRecorder
     checkpoints: Checkpoints
-    evaluation: EvalLoss | None
+    evaluation: Evaluation | None
     signals: Signals
-    monitor: Monitor
-    callbacks: Callbacks = field(default_factory=Callbacks)
 
     def run(self, resumed_from: Path | None) -> None:
         """Train until the last step, early stopping, or the end of the step in which a signal arrived or a callback
@@ -90,7 +92,7 @@ class Loop:
         step, progress = self.step, self.progress
         counts = StepCounts.of(micro_batches, step.objective).of_all_ranks(step.device, step.context)
         loss = self.retry.forward_backward(step, micro_batches, counts.trained, progress.step)
-        with self.monitor.phase("optimizer"):
+        with step.monitor.phase("optimizer"):
             grad_norm = step.clip()
             # A save may overlap only one forward and backward pass: if it fell further behind, a kill could cost more
             # than one save interval.
@@ -134,20 +136,21 @@ class Loop:
         progress = self.progress
         last = progress.step >= progress.total
         stop |= self._failed_alone
-        if self.evaluation and (last or _due(progress.step, self.evaluate_every)):
+        if self.evaluation and (last or _due(progress.step, self.intervals.evaluate_every)):
             best, ended = self._evaluate_or_postpone(stop)
-            save |= best and self.save_best
+            save |= best and self.intervals.save_best
             stop |= ended
         over = stop or last or self.stopped_early
-        if save or over or _due(progress.step, self.save_every):
+        if save or over or _due(progress.step, self.intervals.save_every):
             self.checkpoints.save(progress)
             self.recorder.restart_clock()
         return over
 
     @property
     def stopped_early(self) -> bool:
-        """Whether the evaluation loss has not improved for `patience` evaluations."""
-        return bool(self.patience and self.progress.without_gain >= self.patience)
+        """Whether no evaluation has improved on the best for `patience` of them."""
+        patience = self.intervals.patience
+        return bool(patience and self.progress.without_gain >= patience)
 
     @property
     def is_over(self) -> bool:
@@ -156,7 +159,7 @@ class Loop:
 
     def _signalled(self) -> tuple[bool, bool]:
         """Whether a signal to any rank requests a checkpoint, and whether one or a failed callback requests the end."""
-        came = ranks.gathered((self.signals.take_save(), self.signals.name, self.callbacks.failed))
+        came = ranks.gathered((self.signals.take_save(), self.signals.name, self.recorder.callbacks.failed))
         # Not `signals.name`: a signal that arrived during the exchange is not known to other ranks until the next step.
         name = next((name for _, name, _ in came if name), None)
         self.signals.take_stop(name)
@@ -165,39 +168,41 @@ class Loop:
     @property
     def _failed_alone(self) -> bool:
         """Whether a callback failed and no other rank has to know it first."""
-        return self.callbacks.failed and self.step.engine.world_size == 1
+        return self.recorder.callbacks.failed and self.step.engine.world_size == 1
 
     def _evaluate_or_postpone(self, stop: bool) -> tuple[bool, bool]:
-        """Evaluate after a step; return whether the loss is the lowest so far, and whether a signal ends the run.
+        """Evaluate after a step; return whether the value is the best so far, and whether a signal ends the run.
 
-        A signal that arrives before the loss is known postpones the evaluation to the next start.
+        A signal that arrives before the value is known postpones the evaluation to the next start.
         """
         several = self.step.engine.world_size > 1
         try:
-            if stop and (several or self.callbacks.failed):
+            if stop and (several or self.recorder.callbacks.failed):
                 raise _CutShort
-            loss = self._evaluate()
+            value = self._evaluate()
         except DataError:
             self.progress.owes_evaluation = True
             raise
         except _CutShort:
             self.progress.owes_evaluation = True
             return False, True
-        best = loss is not None and self.progress.gains(loss)
+        assert self.evaluation is not None
+        higher_is_better = self.evaluation.higher_is_better
+        best = value is not None and self.progress.gains(value, higher_is_better=higher_is_better)
         # Several ranks act on a signal together, at the end of the next step.
         return best, self._failed_alone or (not several and self.signals.name is not None)
 
     def _evaluate(self) -> float | None:
-        """Record and return the evaluation loss; None if a row does not fit. The random state is preserved."""
+        """Record and return the value of the evaluation, if it has one. The random state is preserved."""
         assert self.evaluation is not None
         before = RandomState()
         try:
-            with self.monitor.phase("evaluation"):
+            with self.step.monitor.phase("evaluation"):
                 with self._until_a_signal():
-                    loss = self.evaluation.loss() if self.progress.step else self.evaluation.before_training()
-                if loss is not None:
-                    self.recorder.evaluated(self.progress, loss)
-                return loss
+                    value = self.evaluation.value() if self.progress.step else self.evaluation.before_training()
+                if value is not None:
+                    self.recorder.evaluated(self.progress, value)
+                return value
         finally:
             self.recorder.restart_clock()
             before.restore()
@@ -227,7 +232,7 @@ class Loop:
 
 
 class _CutShort(Exception):
-    """A signal ended an evaluation before its loss was known."""
+    """A signal ended an evaluation before its value was known."""
 
 
 def _due(step: int, every: int | None) -> bool:

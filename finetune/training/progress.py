@@ -28,7 +28,7 @@ class Progress:
     total: Annotated[records.Count, Field(alias="max_steps")] = 0
     epoch: records.NonNegative = 0.0
     best_step: Annotated[records.StepIndex | None, Field(alias="best_global_step")] = None
-    best_loss: Annotated[records.Number | None, Field(alias="best_metric")] = None
+    best_value: Annotated[records.Number | None, Field(alias="best_metric")] = None
     without_gain: Annotated[records.Count, Field(alias="evaluations_without_gain")] = 0
     owes_evaluation: bool = False
     updates: Annotated[int, Field(exclude=True)] = field(default=0, init=False)
@@ -38,14 +38,15 @@ class Progress:
         values: dict[str, Any] = _SHAPE.dump_python(self, by_alias=True)
         return values
 
-    def gains(self, loss: float) -> bool:
-        """Record an evaluation loss; return whether it is the lowest since the first update."""
+    def gains(self, value: float, *, higher_is_better: bool = False) -> bool:
+        """Record the value of an evaluation; return whether it is the best since the first update."""
         if not self.updates:
             return False
-        if self.best_loss is not None and loss >= self.best_loss:
+        best = self.best_value
+        if best is not None and (value <= best if higher_is_better else value >= best):
             self.without_gain += 1
             return False
-        self.best_step, self.best_loss, self.without_gain = self.step, loss, 0
+        self.best_step, self.best_value, self.without_gain = self.step, value, 0
         return True
 
 

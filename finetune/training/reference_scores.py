@@ -43,8 +43,10 @@ from finetune.runtime.randomness import RandomState
 from finetune.storage import private
 from finetune.storage.files import write_bytes
 from finetune.training import oom_retry
+from finetune.training.batches import PreparedRows
 from finetune.training.collator import Inputs, MicroBatches, passes, row_count
-from finetune.training.eval_loss import DoesNotFit, EvaluationReport, summed_loss
+from finetune.training.eval_loss import DoesNotFit, EvalLoss, EvaluationReport, summed_loss
+from finetune.training.step import Step
 
 if TYPE_CHECKING:
     from finetune.training.job import TrainingJob
@@ -52,6 +54,10 @@ if TYPE_CHECKING:
 
 ReferenceScores: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 """Summed log-probabilities (rows, segments), of the training rows and then of the evaluation set; NaN: to be scored."""
+
+_SplitReport: TypeAlias = EvaluationReport | oom_retry.Report
+_Split: TypeAlias = tuple[Any, _SplitReport]
+"""A data set, and where it is reported that memory ran out for some of its rows."""
 
 _FOLDER = "references"
 _KEPT_EVERY_SECONDS = 10  # at most this much work is lost in a kill
@@ -70,6 +76,12 @@ def batching(way: MicroBatching, sizes: Sizes, step_rows: int) -> MicroBatching:
     """
     tokens = max(batch.positions for batch in worst_batches(sizes, way, step_rows, "the data's rows"))
     return replace(way, rows=1, tokens=tokens, layout=replace(way.layout, values=()))
+
+
+def batching_of(steps: PreparedRows) -> MicroBatching:
+    """`batching` of the rows of a source of steps."""
+    way = steps.collate.way
+    return batching(way, Sizes.of(steps.rows, way), max(1, steps.batch_size // steps.collate.shares))
 
 
 def batches(lengths: Sequence[int], way: MicroBatching) -> Iterator[list[int]]:
@@ -141,22 +153,27 @@ def in_step_share(training: TrainingSection, data: Prepared | None) -> float:
 
 
 def add(job: TrainingJob, loop: Loop) -> None:
-    """Give the rows of the loop their log-probabilities under the model, which is the one that training starts from.
+    """Give the prepared rows of the loop their log-probabilities under the model, from which training starts.
 
     Does nothing if the objective needs no reference, or each step computes it. Raises NumbersError for a
     log-probability that is not finite, ArtifactError if the starting model is gone, Terminated or KeyboardInterrupt
     after a signal, and torch's out-of-memory error for a single row that does not fit.
     """
-    if not (loop.step.objective.reference and job.config.caches_reference):
+    steps, evaluation = loop.steps, loop.evaluation
+    # Another source of steps gives its rows what they need by itself.
+    if not (loop.step.objective.reference and job.config.caches_reference and isinstance(steps, PreparedRows)):
         return
-    splits = [rows for rows in (job.data.train, job.data.eval) if rows is not None]
-    segments = loop.steps.collate.way.layout.segments
-    files = _Files(job, (sum(map(len, splits)), len(segments)))
+    splits: list[_Split] = [(steps.rows, loop.retry.report)]
+    if isinstance(evaluation, EvalLoss):
+        splits.append((evaluation.rows, evaluation.report))
+    segments = steps.collate.way.layout.segments
+    files = _Files(job, (sum(len(rows) for rows, _ in splits), len(segments)))
     scores = ranks.main_does(files.read)
     if np.isnan(scores).any():
-        _score(job, loop, scores, files)
-    first = 0
-    for number, rows in enumerate(splits):
+        _score(job, loop.step, splits, batching_of(steps), scores, files)
+
+    with_scores, first = [], 0
+    for rows, _ in splits:
         own, first = scores[first : first + len(rows)], first + len(rows)
         finite = np.isfinite(own).all(axis=1)
         if not finite.all():
@@ -164,13 +181,15 @@ def add(job: TrainingJob, loop: Loop) -> None:
             raise NumbersError(f"{row}: its log-probability under the starting model is not finite; check the base")
         for name, values in zip(segments, own.T, strict=True):
             rows = rows.add_column(reference_column(name), values)
-        if number == 0:
-            loop.steps = replace(loop.steps, rows=rows)
-        elif loop.evaluation:
-            loop.evaluation.rows = rows
+        with_scores.append(rows)
+    loop.steps = replace(steps, rows=with_scores[0])
+    if isinstance(evaluation, EvalLoss):
+        evaluation.rows = with_scores[1]
 
 
-def _score(job: TrainingJob, loop: Loop, scores: ReferenceScores, files: _Files) -> None:
+def _score(
+    job: TrainingJob, step: Step, splits: Sequence[_Split], way: MicroBatching, scores: ReferenceScores, files: _Files
+) -> None:
     """Fill in the rows of `scores` that are NaN, and keep what is done. The random state is preserved."""
     if job.resume_from and job.config.adapter.start_from:
         raise ArtifactError(
@@ -181,8 +200,8 @@ def _score(job: TrainingJob, loop: Loop, scores: ReferenceScores, files: _Files)
     missing = _unscored(scores)
     job.listener.note(f"scoring {missing:,} rows with the starting model, once before the first step")
     kept = shown = started
-    with starting(loop.step.model, job.config.adapter):
-        for rows, values, signal in _passes(job, loop, scores):
+    with starting(step.model, job.config.adapter):
+        for rows, values, signal in _passes(job, step, splits, way, scores):
             scores[rows] = values
             now = time.perf_counter()
             if now - kept > _KEPT_EVERY_SECONDS or signal:
@@ -203,27 +222,20 @@ def _score(job: TrainingJob, loop: Loop, scores: ReferenceScores, files: _Files)
 
 
 def _passes(
-    job: TrainingJob, loop: Loop, scores: ReferenceScores
+    job: TrainingJob, step: Step, splits: Sequence[_Split], way: MicroBatching, scores: ReferenceScores
 ) -> Iterator[tuple[list[int], ReferenceScores, str | None]]:
     """Rows that have a NaN, their scores, and the signal that a rank has received, if any; a batch for each rank.
 
     All ranks get the scores of all.
     """
-    way = loop.steps.collate.way
-    step_rows = max(1, loop.steps.batch_size // job.config.distributed.shares(ranks.world_size()))
-    way = batching(way, Sizes.of(job.data.train, way), step_rows)
     collate, limit, first = MicroBatches(way, job.tokenizer.pad_token_id), oom_retry.Limit(), 0
-    reports: list[EvaluationReport | oom_retry.Report] = [
-        loop.retry.report,
-        *([loop.evaluation.report] if loop.evaluation else []),
-    ]
-    for rows, report in zip([*filter(None, (job.data.train, job.data.eval))], reports, strict=False):
+    for rows, report in splits:
         inputs, lengths = rows.select_columns(columns(rows)), Sizes.of(rows, way).lengths
         left = [batch for batch in batches(lengths, way) if np.isnan(scores[first:][batch]).any()]
         for at in range(0, len(left), ranks.world_size()):
             # A rank without a batch repeats the last one, as ranks that share a model pass through it together.
             mine = left[min(at + ranks.rank(), len(left) - 1)]
-            own = _one(job, loop, collate.micro_batch([inputs[row] for row in mine]), limit, report)
+            own = _one(step, collate.micro_batch([inputs[row] for row in mine]), limit, report)
             taken, values, signals = zip(*ranks.gathered((mine, own, job.signals.name)), strict=True)
             yield (
                 [first + row for batch in taken for row in batch],
@@ -233,15 +245,9 @@ def _passes(
         first += len(rows)
 
 
-def _one(
-    job: TrainingJob,
-    loop: Loop,
-    micro_batch: Inputs,
-    limit: oom_retry.Limit,
-    report: EvaluationReport | oom_retry.Report,
-) -> ReferenceScores:
+def _one(step: Step, micro_batch: Inputs, limit: oom_retry.Limit, report: _SplitReport) -> ReferenceScores:
     """The scores (rows, segments) of a micro-batch, which is split if it does not fit."""
-    step, monitor, scores = loop.step, job.monitor, list[torch.Tensor]()
+    monitor, scores = step.monitor, list[torch.Tensor]()
     # Tensors are counted in the first batch, which is the largest.
     counted = contextlib.nullcontext() if "reference" in monitor.run else monitor.counting_tensors()
     with counted, monitor.phase("reference"):

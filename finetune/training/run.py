@@ -15,24 +15,26 @@ from finetune.model.distributed.engine import WholeWeights
 from finetune.runtime import ranks
 from finetune.training import guards, model_setup, publishing, reference_scores, schedules
 from finetune.training.assembly import assemble
+from finetune.training.batches import StepSource
 from finetune.training.callbacks import Callbacks
 from finetune.training.job import Outcome, TrainingJob
-from finetune.training.largest_batch import count_tensors, warm_up
 from finetune.training.loop import Loop
 from finetune.training.progress import Progress, read_progress
 from finetune.training.state import restore, restore_weights, updates_in, whole_weights
+from finetune.training.warm_up import count_tensors, warm_up
 
 __all__ = ["Outcome", "TrainingJob", "train"]
 
 
-def train(job: TrainingJob) -> Outcome:
+def train(job: TrainingJob, steps: StepSource | None = None) -> Outcome:
     """Run the optimizer steps of a `complete` job and write `adapter/` (or `merged/` if every weight was trained).
 
-    Raises NumbersError for a loss that is not finite or if every update was skipped, MachineError if a checkpoint
-    cannot be written, ArtifactError if one does not fit the job, and Terminated or KeyboardInterrupt after a signal and
-    its checkpoint, or the exception of a callback after that of its step.
+    The steps are those of `steps`, by default of the prepared rows. Raises NumbersError for a loss that is not finite
+    or if every update was skipped, MachineError if a checkpoint cannot be written, ArtifactError if one does not fit
+    the job, and Terminated or KeyboardInterrupt after a signal and its checkpoint, or the exception of a callback after
+    that of its step.
     """
-    loop = prepare(job)
+    loop = prepare(job, steps)
     with job.signals.waiting(), model_setup.in_training(job):
         fit(job, loop)
     ended = wind_down(job, loop)
@@ -43,10 +45,10 @@ def train(job: TrainingJob) -> Outcome:
     return finish(job, ended)
 
 
-def prepare(job: TrainingJob) -> Loop:
+def prepare(job: TrainingJob, steps: StepSource | None = None) -> Loop:
     """Assemble the loop, and keep the adapter as it is before the first step."""
     set_seed(job.config.training.seed)
-    loop = assemble(job, Callbacks(job.callbacks if ranks.is_main() else ()))
+    loop = assemble(job, Callbacks(job.callbacks if ranks.is_main() else ()), steps)
     if ranks.is_main():
         publishing.keep_initial_adapter(job)
     return loop
@@ -108,7 +110,7 @@ class Ended:
 
 def wind_down(job: TrainingJob, loop: Loop) -> Ended:
     """Gather the weights while all ranks are there, and close the engine."""
-    progress, callbacks, engine = loop.progress, loop.callbacks, loop.step.engine
+    progress, callbacks, engine = loop.progress, loop.recorder.callbacks, loop.step.engine
     callbacks.share()
     if loop.stopped_early:
         job.listener.note(

@@ -20,7 +20,7 @@ from finetune.data.batching import MicroBatching, Sizes, chosen_rows, worst_batc
 from finetune.data.encoded import IGNORE
 from finetune.errors import DataError
 from finetune.model.distributed.engine import OneProcess
-from finetune.training import largest_batch, optimizers, run
+from finetune.training import largest_batch, optimizers, run, warm_up
 from finetune.training.collator import Inputs
 from finetune.training.loop import Loop
 from finetune.training.step import Step
@@ -125,14 +125,14 @@ def test_the_warm_up_leaves_every_optimizer_unchanged(quick) -> None:
     loop = ready(quick("data.eval=none", "training.eval_every=null", *few))
     trained, rate = loop.step.trained(), 1e-3
 
-    def warm_up() -> None:
-        largest_batch.warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
+    def warm() -> None:
+        warm_up.warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
 
     for kind in {optimizers.choose(OptimizerSection(kind=kind), "cpu")[0] for kind in optimizers.OPTIMIZERS}:
         optimizer = optimizers.make(kind, OptimizerSection(weight_decay=0.1), rate, loop.step.model)
         loop.step = replace(loop.step, engine=OneProcess(loop.step.model, optimizer))
         before = as_it_stands(loop)
-        warm_up()
+        warm()
         after = as_it_stands(loop)
         assert all(after[name] == value for name, value in before.items()), kind
         for weight in trained:
@@ -140,7 +140,7 @@ def test_the_warm_up_leaves_every_optimizer_unchanged(quick) -> None:
         loop.step.update()
         assert as_it_stands(loop) != after, kind
         before = as_it_stands(loop)
-        warm_up()
+        warm()
         assert as_it_stands(loop) == before, kind
         assert {group["lr"] for group in loop.step.engine.optimizer.param_groups} == {rate}
         assert all(weight.grad is None for weight in trained)
@@ -149,7 +149,7 @@ def test_the_warm_up_leaves_every_optimizer_unchanged(quick) -> None:
 def test_states_are_put_back_once_the_gpu_has_updated_them(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paged ones are written as host memory, and an update is only queued when it returns."""
     loop = ready(quick("data.eval=none", "training.eval_every=null"))
-    kept = largest_batch._BeforeWarmUp(loop.step)
+    kept = warm_up._BeforeWarmUp(loop.step)
     state = next(iter(loop.step.engine.optimizer.state.values()))["state1"]
     kept._device = torch.device("cuda")
     # The update takes effect as the GPU is waited for.

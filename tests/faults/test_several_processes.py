@@ -195,7 +195,7 @@ def test_a_signal_in_the_evaluation_that_ends_two_ranks_early_adds_no_step(odd_j
     assert_all(whole.go(2), 0)
     evaluated = metric(whole.run, "eval_loss")
     assert len(evaluated) < 30, "the job was meant to stop early"
-    last = Fault("finetune.training.eval_loss:EvalLoss.loss", nth=len(evaluated), action="SIGTERM")
+    last = Fault("finetune.training.eval_loss:EvalLoss.value", nth=len(evaluated), action="SIGTERM")
     assert_all(stopped.go(2, {1: last}), 143)
     assert stopped.run.saved_steps[-1] == whole.run.steps_done
     assert_all(stopped.go(2), 0)

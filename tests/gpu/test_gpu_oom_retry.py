@@ -15,7 +15,7 @@ from finetune.config import Config
 from finetune.errors import NumbersError
 from finetune.forecast import devices
 from finetune.storage.rundir import RunDirectory
-from finetune.training import largest_batch
+from finetune.training import warm_up
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +73,7 @@ def test_the_worst_first_puts_everything_back(configure: Configure, device: torc
     loop.step.update()
     loop.step.model.zero_grad()
     before, addresses = state(), [tensor.data_ptr() for tensor in loop.step.model.parameters()]
-    largest_batch.warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
+    warm_up.warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
     after = state()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -159,7 +159,7 @@ def test_the_evaluation_loss_has_one_mean_over_all_its_rows(job, tmp_path: Path)
     assert float(loop.step.sums[8] / loop.step.sums[9]) > 0, "the mean counts"
     by_twos = MicroBatches(replace(loop.steps.collate.way, rows=2), 0)
     for evaluation in (loop.evaluation, replace(loop.evaluation, collate=by_twos)):
-        assert evaluation.loss() == pytest.approx(expected, rel=1e-5)
+        assert evaluation.value() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow

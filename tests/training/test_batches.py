@@ -59,16 +59,16 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_change_of_what_prompts_share_leaves_the_order_as_it_was(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`kernels.compile` may change where a run resumes, within an epoch."""
-    shared = assembly._steps(job)
+    shared = assembly.prepared_rows(job, assembly.collator(job))
     job.config = job.config.changed({"kernels.compile": "layers"})
-    alone = assembly._steps(job)
+    alone = assembly.prepared_rows(job, assembly.collator(job))
     assert (shared.collate.way.shares, alone.collate.way.shares) == (True, False)
     assert list(shared.order) == list(alone.order)
 
 
 def test_prompts_are_shared_by_all_ranks_or_none(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with different micro-batches would wait for each other."""
-    way = assembly._way(job)
+    way = assembly.collator(job).way
     assert way.shares
     monkeypatch.setattr(assembly.ranks, "gathered", lambda value: [value, ["another rank's model is unlike"]])
-    assert assembly._way(job) == replace(way, shares=False)
+    assert assembly.collator(job).way == replace(way, shares=False)

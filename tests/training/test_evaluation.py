@@ -46,12 +46,12 @@ def test_the_held_out_loss_is_the_mean_over_the_trained_tokens_of_all_rows_or_of
     loss, tokens = loop.evaluation.sums().tolist()
     labels = [label for row in loop.evaluation.rows for label in row["labels"][1:]]
     assert tokens == sum(label != -100 for label in labels)
-    assert loop.evaluation.loss() == pytest.approx(loss / tokens)
+    assert loop.evaluation.value() == pytest.approx(loss / tokens)
     first, *others = loop.evaluation.batches()
     assert others
     loss_of_first, tokens_of_first = loop.evaluation.sums([first]).tolist()
-    assert loop.evaluation.loss([first]) == pytest.approx(loss_of_first / tokens_of_first)
-    assert loop.evaluation.loss([first]) != pytest.approx(loss / tokens)
+    assert loop.evaluation.value([first]) == pytest.approx(loss_of_first / tokens_of_first)
+    assert loop.evaluation.value([first]) != pytest.approx(loss / tokens)
 
 
 def test_what_a_loss_needs_the_mean_of_over_all_rows_is_taken_before_it(loop: Loop) -> None:
@@ -71,7 +71,7 @@ def test_what_a_loss_needs_the_mean_of_over_all_rows_is_taken_before_it(loop: Lo
     collate = MicroBatches(MicroBatching(2, layout=layout), 0)
     objective = Objective("", squares, layout=layout, evaluated=squares, step_mean=first_tokens)
     evaluation = replace(loop.evaluation, step=replace(loop.step, objective=objective))
-    assert evaluation.loss([collate(rows[:2]), collate(rows[2:])]) == pytest.approx((29**2 + 28**2 + 25**2) / 3)
+    assert evaluation.value([collate(rows[:2]), collate(rows[2:])]) == pytest.approx((29**2 + 28**2 + 25**2) / 3)
 
 
 def test_the_held_out_loss_is_the_quotient_of_its_rows_packed_or_padded(quick) -> None:
@@ -127,14 +127,14 @@ def test_the_held_out_loss_of_a_mixture_is_that_of_its_rows_alone_however_they_a
     settings += ["preference.reference=in_step"] if OBJECTIVES[objective].reference else []
     loop = ready(job(*settings, *mixture(tmp_path / "mixture")))
     config = loop.step.model.config
-    loss = loop.evaluation.loss()
+    loss = loop.evaluation.value()
     assert config.output_router_logits, "training goes on with it"
     collate = loop.evaluation.collate
     for way in (replace(collate.way, rows=1), replace(collate.way, packed=True)):
         other = MicroBatches(way, collate._pad_token_id)
-        assert replace(loop.evaluation, collate=other).loss() == pytest.approx(loss, rel=2e-6)
+        assert replace(loop.evaluation, collate=other).value() == pytest.approx(loss, rel=2e-6)
     config.router_aux_loss_coef = 0.0
-    assert loop.evaluation.loss() == loss
+    assert loop.evaluation.value() == loss
     if UNTRAINED[objective] is None:
         return
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_the_held_out_loss_of_a_mixture_is_that_of_its_rows_alone_however_they_a
             if "lora_B" in name or "score" in name:
                 weight.zero_()
     config.router_aux_loss_coef = 0.5
-    assert loop.evaluation.loss() == pytest.approx(UNTRAINED[objective], rel=1e-6)
+    assert loop.evaluation.value() == pytest.approx(UNTRAINED[objective], rel=1e-6)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -160,9 +160,9 @@ def test_a_row_that_does_not_fit_costs_one_process_its_loss_and_several_the_run(
     monkeypatch.setattr(loop.evaluation, "report", report)
     monkeypatch.setattr(loop.step.engine, "repeatable", processes == 1)
     if processes == 1:
-        assert loop.evaluation.loss() is None
+        assert loop.evaluation.value() is None
         assert skipped == [inputs]
     else:
         with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
-            loop.evaluation.loss()
+            loop.evaluation.value()
         assert not skipped

@@ -22,9 +22,9 @@ from finetune.storage.rundir import RunDirectory
 from finetune.training import oom_retry
 from finetune.training.collator import Inputs, tokens_a_row
 from finetune.training.job import TrainingJob
-from finetune.training.largest_batch import warm_up
 from finetune.training.loop import Loop
 from finetune.training.step import Step
+from finetune.training.warm_up import warm_up
 
 Quick = Callable[..., Config]
 # Of the rows' 18 to 32 tokens.

@@ -24,10 +24,10 @@ from finetune.objectives import Objective, trained_tokens
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
 from finetune.runtime.signals import Signals
-from finetune.training.batches import Steps
+from finetune.training.batches import PreparedRows
 from finetune.training.callbacks import Callback, Callbacks
 from finetune.training.collator import MicroBatches
-from finetune.training.loop import Loop
+from finetune.training.loop import Intervals, Loop
 from finetune.training.oom_retry import Retry
 from finetune.training.progress import Progress
 from finetune.training.recorder import StepNumbers
@@ -52,6 +52,8 @@ class Asked:
         self.passes: list[tuple[float, list[list[int]]]] = []
         self._losses = iter(losses) if losses else iter(lambda: 1.0, None)
         self._acts = acts
+        self.callbacks = Callbacks()
+        self.higher_is_better = False
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -86,13 +88,13 @@ class Asked:
     def save(self, progress: Progress) -> None:
         self.note(f"saved {progress.step}")
 
-    def loss(self) -> float | None:
+    def value(self) -> float | None:
         torch.rand(1)
         self.note("evaluation")
         return next(self._losses)
 
     def before_training(self) -> float | None:
-        return self.loss()
+        return self.value()
 
     def of(self, *kinds: str) -> list[str]:
         """The notes of these kinds."""
@@ -133,15 +135,16 @@ def made(
         step=Step(OneProcess(model, optimizer, world_size=world_size), Objective("", loss, trained_tokens), "fp32", 0.0,
                   False, torch.device("cpu"), monitor),
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-        steps=Steps(ROWS, RowOrder([2] * len(ROWS), 2, 0, False), MicroBatches(MicroBatching(2), 0), 2, on_card=False),
+        steps=PreparedRows(
+            ROWS, RowOrder([2] * len(ROWS), 2, 0, False), MicroBatches(MicroBatching(2), 0), 2, on_card=False
+        ),
         progress=progress,
-        evaluate_every=evaluate_every, save_every=save_every, save_best=save_best, patience=patience,
+        intervals=Intervals(evaluate_every, save_every, save_best, patience),
         retry=Retry(never),
         recorder=everything,
         checkpoints=everything,
         evaluation=everything if evaluates else None,
         signals=Signals(),
-        monitor=monitor,
     )  # fmt: skip
     return loop, asked
 
@@ -249,13 +252,21 @@ def test_an_evaluation_with_the_lowest_loss_so_far_is_saved_where_that_is_asked(
     for save_best, saved in ((True, ["saved 1", "saved 3", "saved 4"]), (False, ["saved 4"])):
         loop, asked = ran(total=4, evaluate_every=1, save_best=save_best, losses=[0.5, 3.0, 4.0, 2.0, 2.0])
         assert asked.of("saved") == saved
-        assert (loop.progress.best_step, loop.progress.best_loss) == (3, 2.0)
+        assert (loop.progress.best_step, loop.progress.best_value) == (3, 2.0)
 
 
 def test_a_run_whose_loss_no_longer_falls_is_saved_and_ends() -> None:
     loop, asked = ran(total=9, evaluate_every=1, patience=2, losses=[9.0, 3.0, 4.0, 2.0, 2.0, 2.0])
     assert loop.progress.step == 5
     assert asked.notes[-3:] == ["saved 5", "clock", "ended"]
+
+
+def test_where_a_higher_value_is_better_that_is_what_is_saved_and_what_ends_a_run() -> None:
+    loop, asked = made(total=9, evaluate_every=1, save_best=True, patience=2, losses=[9.0, 0.1, 0.3, 0.2, 0.3])
+    asked.higher_is_better = True
+    run(loop)
+    assert asked.of("saved") == ["saved 1", "saved 2", "saved 4"]
+    assert loop.progress.best_step == 2
 
 
 def test_a_run_is_over_at_its_last_step_or_when_it_stopped_early() -> None:
@@ -315,7 +326,7 @@ def test_an_evaluation_that_was_postponed_is_made_up_for_once(world_size: int) -
 
 
 def test_a_run_that_its_postponed_evaluation_ends_takes_no_step(tmp_path: Path) -> None:
-    progress = Progress(2, best_step=1, best_loss=0.5, owes_evaluation=True)
+    progress = Progress(2, best_step=1, best_value=0.5, owes_evaluation=True)
     progress.updates = 2
     loop, asked = made(progress=progress, patience=1)
     write_random_numbers(loop, tmp_path)
@@ -402,8 +413,8 @@ class Fails(Callback):
 
 def failing(text: str, **job: Any) -> tuple[Loop, Asked]:
     """A loop with a callback that fails at the note `text`."""
-    loop, asked = made(total=9, acts={text: lambda: loop.callbacks.stepped({})}, **job)
-    loop.callbacks = Callbacks([Fails()])
+    loop, asked = made(total=9, acts={text: lambda: asked.callbacks.stepped({})}, **job)
+    asked.callbacks = Callbacks([Fails()])
     return loop, asked
 
 
@@ -413,7 +424,7 @@ def test_a_callback_that_fails_after_a_step_ends_the_run_with_it_saved_and_its_e
     assert asked.notes == ["started at 0", *EVALUATION, *step(1), *step(2), "saved 2", "clock", "ended"]
     assert loop.progress.owes_evaluation
     with pytest.raises(LookupError, match="mine") as error:
-        loop.callbacks.raise_error("Step 2 is saved")
+        asked.callbacks.raise_error("Step 2 is saved")
     assert error.value.__notes__ == ["Raised in a callback. Step 2 is saved; the same call goes on from there."]
 
 

@@ -128,7 +128,9 @@ def scored(job: Any, loop: Any) -> np.ndarray[Any, Any]:
     """The scores of all rows, scored anew."""
     scores = np.full((24, 2), np.nan, np.float32)
     with reference_scores.starting(loop.step.model, job.config.adapter):
-        for rows, values, _ in reference_scores._passes(job, loop, scores):
+        splits = [(loop.steps.rows, loop.retry.report), (loop.evaluation.rows, loop.evaluation.report)]
+        way = reference_scores.batching_of(loop.steps)
+        for rows, values, _ in reference_scores._passes(job, loop.step, splits, way, scores):
             scores[rows] = values
     return scores
 

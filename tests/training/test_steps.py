@@ -200,7 +200,7 @@ def test_a_signal_after_early_stopping_names_a_step_that_is_saved(quick, monkeyp
         "output.best=false", UNQUANTIZED,
     )  # fmt: skip
     losses = itertools.count(1.0)
-    monkeypatch.setattr(EvalLoss, "loss", lambda *_: next(losses))
+    monkeypatch.setattr(EvalLoss, "value", lambda *_: next(losses))
     with pytest.raises(Terminated) as stopped:
         finetune.train(config)
     run = RunDirectory(config.output.dir)

@@ -113,7 +113,7 @@ def test_members_are_lone_runs_to_the_bit_up_to_where_they_are_stopped(
 def test_the_base_answers_once_for_all_members(tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """And is evaluated once, with adapters that have yet to change it."""
     replies, asked = sample_answers._replies, []
-    loss, evaluated = EvalLoss.loss, []
+    loss, evaluated = EvalLoss.value, []
 
     def count(model: Any, *given: Any) -> list[str]:
         asked.append(hasattr(model, "peft_config"))
@@ -124,7 +124,7 @@ def test_the_base_answers_once_for_all_members(tmp_path: Path, job: list[str], m
         return loss(evaluation, *given)
 
     monkeypatch.setattr(sample_answers, "_replies", count)
-    monkeypatch.setattr(EvalLoss, "loss", evaluate)
+    monkeypatch.setattr(EvalLoss, "value", evaluate)
     arguments = [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"]
     table = running.sweep(TINY, arguments, {"training.learning_rate": ["1e-3", "3e-3"]})
     assert sorted(asked) == [False, True, True]
