@@ -187,7 +187,7 @@ def _in_parts(head: Any) -> Iterator[None]:
         parts = zip(head.weight.split(_HEAD_ROWS), biases, strict=False)
         return torch.cat([functional.linear(hidden, weight, bias) for weight, bias in parts], dim=-1)
 
-    with patches.LINEAR_FORWARD.by(product, head):
+    with patches.MODULE_FORWARD.by(product, head):
         yield
 
 

@@ -192,21 +192,13 @@ FUNCTIONAL_LINEAR = Patch(
     "DeepSpeed replaces it for the whole process; it is restored at the end, and traced alike.",
     "DeepSpeed restores it.",
 )
-LINEAR_FORWARD = Patch(
-    "torch.nn:Linear.forward",
-    "torch 2.13",
-    "(self, input)",
-    "oneDNN copies a whole bfloat16 head; the comparison of exports multiplies in parts.",
-    "the product needs no copy.",
-    objects="the output head of an export",
-)
 MODULE_FORWARD = Patch(
     "torch.nn:Module.forward",
     "torch 2.13",
     "(self, *input)",
-    "Kernels compute a module in another way; for PEFT, hooks and checkpoints it stays the same.",
+    "Kernels, and comparisons of exports, compute a module in another way; for PEFT, hooks and checkpoints it stays.",
     "never: it is how kernels are attached.",
-    objects="modules and layers that are fused, compiled or rounded",
+    objects="modules and layers that are fused, compiled, rounded or multiplied in parts",
 )
 LAYER_CLASS = Patch(
     "torch.nn:Linear.weight",
