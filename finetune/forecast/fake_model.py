@@ -24,6 +24,7 @@ from finetune.forecast.extrapolate import Shortened
 from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.forms import packed
 from finetune.forms.packed import packing_of
+from finetune.model import skeleton
 from finetune.model.build import Blueprint
 from finetune.model.recompute import checkpointing
 from finetune.model.source import prequantized
@@ -93,7 +94,7 @@ class FakeModel:
             if isinstance(inner, PreTrainedModel) and any(True for _ in inner.buffers(recurse=False)):
                 self._recorder.layer, self._recorder.category = None, "workspace"
                 with self._mode, self._recorder:
-                    inner._init_weights(inner)  # noqa: SLF001 -- as `skeleton.random_base` and transformers do
+                    skeleton.initialise(inner, inner)
 
     def keep(self, module: nn.Module) -> None:
         """Count a module's own weights and buffers, unless they are counted already."""

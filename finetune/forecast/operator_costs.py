@@ -29,6 +29,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from finetune.forecast import autocast, operators
 from finetune.forms import packed
 from finetune.kernels import ops as fused
+from finetune.measure.tensors import is_profiling
 from finetune.runtime import patches
 
 # A CPU's attention, by which a trace also knows that of CUDA, and attention over packed rows.
@@ -369,7 +370,7 @@ def _of_product(left: Any, right: Any) -> list[int]:
     batch, rows, columns = left.shape[:-2].numel(), left.shape[-2], right.shape[-1]
     operations = 2 * left.numel() * columns
     if left.dtype is torch.bfloat16 and left.dim() == 2 and operations <= _MOST_ASKED and _multiplies_bfloat16():
-        if torch.autograd._profiler_enabled():  # noqa: SLF001 -- no public name; torch allows one at a time
+        if is_profiling():
             return [torch.get_num_threads() * _TILES]
         return _asked(left.shape, left.stride(), right.shape, right.stride(), torch.get_num_threads())
     return _float32_sums(left, batch, rows, columns)
@@ -403,11 +404,13 @@ def _allocations() -> Iterator[list[int]]:
         torch.autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
     )
     sizes: list[int] = []
-    torch.autograd._enable_profiler_legacy(memory_alone)  # noqa: SLF001 -- the class around it keeps sums alone
+    # The public class around these keeps sums alone.
+    enable, disable = torch.autograd._enable_profiler_legacy, torch.autograd._disable_profiler_legacy  # noqa: SLF001
+    enable(memory_alone)
     try:
         yield sizes
     finally:
-        events = itertools.chain(*torch.autograd._disable_profiler_legacy())  # noqa: SLF001
+        events = itertools.chain(*disable())
         sizes += [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]
 
 

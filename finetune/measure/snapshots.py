@@ -23,22 +23,18 @@ def recorded(snapshot_file: Path, device: torch.device, history: bool) -> Iterat
         yield
         return
     # Documented under these names (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html).
-    record = torch.cuda.memory._record_memory_history  # noqa: SLF001
-
-    def dump() -> None:
-        torch.cuda.memory._dump_snapshot(str(snapshot_file))  # noqa: SLF001
-
+    record, dump = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot  # noqa: SLF001
     if history:
         record(max_entries=_HISTORY_ENTRIES)
     try:
         yield
     except torch.OutOfMemoryError:
         with contextlib.suppress(OSError):  # a full disk; the error names the snapshot if it was written
-            dump()
+            dump(str(snapshot_file))
         raise
     else:
         if history:
-            dump()
+            dump(str(snapshot_file))
     finally:
         if history:
             record(enabled=None)

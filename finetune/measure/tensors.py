@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import autograd
 from torch.autograd.profiler import profile, record_function
 from torch.profiler import ProfilerActivity, RecordScope
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -40,14 +41,14 @@ class TensorCount:
         """
         live = live_bytes(self._others) - apart_bytes
         # torch 2.13 has no public name for a profiler of chosen scopes: one of all takes twice a small step's time.
-        activities = {ProfilerActivity.CPU}
-        config = profile(profile_memory=True).config()
-        torch.autograd._prepare_profiler(config, activities)  # noqa: SLF001
-        torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})  # noqa: SLF001
+        prepare, enable, disable = autograd._prepare_profiler, autograd._enable_profiler, autograd._disable_profiler  # noqa: SLF001
+        activities, config = {ProfilerActivity.CPU}, profile(profile_memory=True).config()
+        prepare(config, activities)
+        enable(config, activities, {RecordScope.USER_SCOPE})
         try:
             yield
         finally:
-            events = torch.autograd._disable_profiler().events()  # noqa: SLF001
+            events = disable().events()
         phase = ""
         for event in sorted(events, key=lambda event: event.start_ns()):
             if event.name().startswith(_MARK):
@@ -65,11 +66,13 @@ class TensorCount:
 
 
 def can_count() -> bool:
-    """True unless the caller runs a profiler (torch allows one at a time) or there are several ranks.
+    """True unless the caller runs a profiler or there are several ranks: gloo's threads free what this allocates."""
+    return ranks.world_size() == 1 and not is_profiling()
 
-    gloo's threads free what this thread allocates.
-    """
-    return ranks.world_size() == 1 and not torch.autograd._profiler_enabled()  # noqa: SLF001 -- no public name
+
+def is_profiling() -> bool:
+    """Whether a profiler runs; torch allows one at a time."""
+    return autograd._profiler_enabled()  # noqa: SLF001 -- torch 2.13 has no public name for it
 
 
 def living(own: Iterable[torch.Tensor] = ()) -> list[weakref.ref[torch.Tensor]]:

@@ -238,9 +238,7 @@ def _checked_files(name: str) -> Iterator[None]:
     `use_safetensors` is not enough: an index may name pickles or other folders, and config.json an `adapter_model.bin`
     (transformers 5.23, `_get_resolved_checkpoint_files`, `get_checkpoint_shard_files`).
     """
-    from transformers import modeling_utils
-
-    find = modeling_utils._get_resolved_checkpoint_files  # noqa: SLF001
+    find = patches.CHECKPOINT_FILES.value
 
     def find_and_check(*positional: Any, **named: Any) -> Any:
         files, index = find(*positional, **named)

@@ -47,7 +47,7 @@ def random_base(
             if placement:
                 placement.keep_part(model, module)
     for inner in reversed(models):
-        _initialise(inner, inner)  # needs its submodules, so it comes last
+        initialise(inner, inner)  # needs its submodules, so it comes last
     model.tie_weights()
     model.hf_device_map = {"": device}
     assert not any(parameter.is_meta for parameter in model.parameters())
@@ -62,13 +62,13 @@ def make_buffers(model: Any, device: torch.device) -> Any:
         for name, buffer in buffers.items():
             setattr(module, name, torch.zeros_like(buffer, device=device))
         if buffers:
-            _initialise(owner[module], module)
+            initialise(owner[module], module)
         # A probe on the meta device left the frequencies of rows beyond the original context, which are no buffer
         # (transformers 5.23, `longrope_frequency_update`); without them, they are computed again.
         for name in [name for name in vars(module) if name.endswith("long_inv_freq")]:
             delattr(module, name)
     for inner in reversed(models):  # as in `random_base`
-        _initialise(inner, inner)
+        initialise(inner, inner)
     return model
 
 
@@ -214,8 +214,9 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     """
     import bitsandbytes as bnb
 
-    named = set(model._keep_in_fp32_modules_strict if dtype in (torch.float16, torch.bfloat16) else ())  # noqa: SLF001
-    named |= set(model._keep_in_fp32_modules if dtype is torch.float16 else ())  # noqa: SLF001
+    in_16_bit, in_fp16 = model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules  # noqa: SLF001
+    named = set(in_16_bit if dtype in (torch.float16, torch.bfloat16) else ())
+    named |= set(in_fp16 if dtype is torch.float16 else ())
     pattern = re.compile("|".join(named).replace("*", ".*"))
     for name, weight in model.state_dict(keep_vars=True).items() if named else ():
         quantized = isinstance(weight, (bnb.nn.Params4bit, bnb.nn.Int8Params)) or packing_of(weight)
@@ -257,7 +258,7 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
 
     if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
         full = nn.Linear(module.in_features, module.out_features, module.bias is not None, device=device, dtype=dtype)
-        _initialise(model, full)
+        initialise(model, full)
         if isinstance(module, bnb.nn.Linear8bitLt):
             module.weight = eight_bit.quantized(full.weight.data)
         else:
@@ -279,7 +280,7 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
     with torch.no_grad():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             tensor.zero_()
-    _initialise(model, module)
+    initialise(model, module)
     for name, parameter in packed.items():
         values = getattr(module, name).data
         if how := packing_of(parameter):
@@ -288,7 +289,8 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
             setattr(module, name, type(parameter)(values, **parameter.__dict__).to(device))
 
 
-def _initialise(model: Any, module: nn.Module) -> None:
+def initialise(model: Any, module: nn.Module) -> None:
+    """Set the weights and buffers of `module` itself as `model`, which it is a part of, does."""
     model._init_weights(module)  # noqa: SLF001 -- transformers' public `init_weights` takes whole models only
 
 

@@ -35,6 +35,7 @@ from finetune.data.encoded import columns
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, NumbersError
 from finetune.model.base import base_dtype
+from finetune.model.source.catalog import attention_of
 from finetune.objectives import OBJECTIVES, Loss, by_sequence, scored
 from finetune.objectives.preference import reference_column
 from finetune.objectives.starting_model import adapter_off
@@ -330,11 +331,10 @@ class _Files:
             start = [config.adapter.model_dump(exclude={"start_from"}), self._started_from()]
             start += [config.training.seed] if config.adapter.init != "default" else []
         dtype = base_dtype(config.adapter, config.training)
-        attention = model.config.get_text_config()._attn_implementation  # noqa: SLF001 -- has no public name
         parts = [
             made["data"], made["base"], made["packages"], start, config.quantization.model_dump(), str(dtype),
-            attention, config.training.precision, config.fused, config.kernels.compile, sorted(self.job.kernels_off),
-            self.job.device.type,
+            attention_of(model.config.get_text_config()), config.training.precision, config.fused,
+            config.kernels.compile, sorted(self.job.kernels_off), self.job.device.type,
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 

@@ -36,6 +36,7 @@ from finetune.model.precision import autocast
 from finetune.model.probes import causality, packed_rows
 from finetune.model.recompute import checkpointing
 from finetune.model.source import gguf_base
+from finetune.model.source.catalog import attention_of
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import log_probs, trial
 from finetune.report.terminal import Terminal
@@ -223,7 +224,7 @@ def _sixteen_bit(copy: Copy) -> str:
     theirs = AutoModelForCausalLM.from_pretrained(
         copy.base,
         dtype=torch.bfloat16,
-        attn_implementation=ours.config._attn_implementation,  # noqa: SLF001
+        attn_implementation=attention_of(ours.config),
     )
     distance = _distance(_logits(ours, copy), _logits(theirs, copy))
     _bound(distance, _SAME, "logits differ from those of transformers")

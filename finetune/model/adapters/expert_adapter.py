@@ -144,15 +144,15 @@ class LowRankSum:
         if len(args) > 1 and isinstance(args[1], cls) and not isinstance(args[0], cls):
             x, weight, *others = args
             if function in _RIGHT_PRODUCTS:
-                return weight._product(x, lambda one, other: function(one, other, *others, **named))  # noqa: SLF001
+                return weight.product(x, lambda one, other: function(one, other, *others, **named))
             if function is functional.linear:
                 bias = others[0] if others else named.get("bias")
-                product = weight.transpose(-2, -1)._product(x, lambda one, other: functional.linear(one, other.mT))  # noqa: SLF001
+                product = weight.transpose(-2, -1).product(x, lambda one, other: functional.linear(one, other.mT))
                 return product if bias is None else product + bias
         plain = [one.whole() if isinstance(one, cls) else one for one in args]
         return function(*plain, **{key: one.whole() if isinstance(one, cls) else one for key, one in named.items()})
 
-    def _product(self, x: torch.Tensor, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def product(self, x: torch.Tensor, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """x @ (W + s left right), by products of two plain tensors."""
         dropped = functional.dropout(x, self._dropout) if self._dropout else x
         # The scale is taken on the narrow side: on the wide one autograd would hold another gradient of its size.

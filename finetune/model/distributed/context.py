@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from finetune.errors import ConfigError
 from finetune.model.attention import packing
 from finetune.model.source import catalog
+from finetune.model.source.catalog import attention_of
 from finetune.runtime import patches
 
 # Rotary embeddings whose frequencies follow from the largest position in a pass, which is another one in each slice.
@@ -72,7 +73,7 @@ def split(model: Any, group: ProcessGroup | None) -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    name = base.config._attn_implementation  # noqa: SLF001 -- transformers 5.23 has no public name
+    name = attention_of(base.config)
     plain, make_mask = base.forward, ALL_MASK_ATTENTION_FUNCTIONS[name]
 
     @functools.wraps(plain)

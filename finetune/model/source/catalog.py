@@ -143,3 +143,9 @@ def nearest(name: str, limit: int = 3) -> list[str]:
     for known in names(aliases=True):
         spelled[(known if "/" in name else known.split("/")[1]).lower()] = known
     return [spelled[match] for match in difflib.get_close_matches(name.lower(), spelled, n=limit)]
+
+
+def attention_of(config: Any) -> str:
+    """The name, in transformers, of the attention of a model with this config."""
+    name: str = config._attn_implementation  # noqa: SLF001 -- transformers 5.23 has no public name for it
+    return name

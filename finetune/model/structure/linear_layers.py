@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from finetune.model.source.catalog import attention_of
 from finetune.model.structure import experts
 from finetune.runtime import patches
 
@@ -95,8 +96,7 @@ def probe(model: Any) -> NotAdaptable:
     So a plan, a run and an export get the same result, on any device and with any weights. It is the same for all
     models of one class and config, and is computed once in a process.
     """
-    attention = model.config._attn_implementation  # noqa: SLF001 -- transformers has no public name for it
-    key = type(model), repr(model.config.to_dict()), attention, tuple(_linear(model))
+    key = type(model), repr(model.config.to_dict()), attention_of(model.config), tuple(_linear(model))
     if key not in _probed:
         weightless = model
         if not all(parameter.is_meta for parameter in model.parameters()):
