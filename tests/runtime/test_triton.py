@@ -181,8 +181,8 @@ def test_flex_attention_which_compiles_is_refused(triton) -> None:
 def test_the_card_that_is_here_is_planned_for_as_it_will_compute(triton, l4: None) -> None:
     for fails, works in ((NO_COMPILER, False), (None, True)):
         triton(fails)
-        assert devices.here(CUDA, tiny_models.config().memory).triton is works
-    assert tiny_models.card().triton, "of a card elsewhere nothing else is known"
+        assert devices.here(CUDA, tiny_models.config().memory).software.triton is works
+    assert tiny_models.card().software.triton, "of a card elsewhere nothing else is known"
 
 
 @pytest.mark.parametrize("trained_tokens", [32, 96])
@@ -193,7 +193,7 @@ def test_torchs_own_operators_take_a_copy_of_each_tile_in_float32(trained_tokens
     model.vocab_size = 4096
 
     def peak(works: bool) -> int:
-        card = replace(tiny_models.card(), triton=works)
+        card = replace(tiny_models.card(), software=devices.Software(triton=works))
         trace = tiny_models.trace(job, model, where=card, batch=batch)
         found = job_forecast.make(trace, card, batch, "sdpa", replay.RunSetting()).categories
         return found["loss"] + found["workspace"]
