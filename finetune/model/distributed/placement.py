@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 
 class Placement(Protocol):
@@ -30,18 +29,11 @@ class Placement(Protocol):
         """Complete it for a whole model with its adapter. Raises ConfigError for a model that cannot be shared so."""
 
 
-_gathered: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = weakref.WeakKeyDictionary()
-
-
-def gathers(model: nn.Module, release: Callable[[nn.Module], None]) -> None:
-    """Have `release_gathered` call `release` with `model`, whose forward passes gather weights."""
-    _gathered[model] = release
-
-
 def release_gathered(model: nn.Module) -> None:
-    """Free the weights that forward passes gathered, before this rank's part is updated."""
-    if model in _gathered:
-        _gathered[model](model)
+    """Free the weights that forward passes gathered, which leaves this rank its shards alone."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def is_divided(weight: Tensor) -> bool:

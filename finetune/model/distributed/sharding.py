@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from finetune.errors import ConfigError
-from finetune.model.distributed import gradient_norm, optimizer_states, placement
+from finetune.model.distributed import gradient_norm, optimizer_states
 from finetune.model.distributed.engine import OneProcess, on_host
 from finetune.model.distributed.optimizer_states import States
 from finetune.model.recompute import checkpointing
@@ -150,7 +150,6 @@ class Sharding:
         for module in model.modules():
             if state := getattr(module, "quant_state", None):  # bitsandbytes gives it to gathered weights
                 module.weight.quant_state = state
-        placement.gathers(model, reshard)
 
     def _shard(self, unit: list[nn.Module], *, keep_whole: bool) -> FSDPModule:
         """Make `unit` one; with `keep_whole` its weights stay whole from its forward to its backward pass."""
@@ -225,13 +224,6 @@ _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 # -- what a rank holds -------------------------------------------------------------------------------------------------
-
-
-def reshard(model: nn.Module) -> None:
-    """Leave this rank its shards alone."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def shards_of(weight: Tensor) -> Shards | None:
