@@ -6,7 +6,7 @@ name, says why it cannot compute some of them, and replaces the forward pass of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +23,14 @@ Undo = Callable[[], None]
 class Kernel:
     """A replacement for the forward pass of each module that has the structure and no obstacle.
 
-    `layers` are the linear layers that such a module computes; `replace` returns a function that undoes it.
+    `layers` are the linear layers that such a module computes. `replace` returns a function that undoes it; that of a
+    norm also takes the columns of room that it leaves.
     """
 
     help: str
     has_structure: Callable[[nn.Module], bool]
     obstacle: Callable[[nn.Module], str | None]
-    replace: Callable[[Any], Undo]
+    replace: Callable[..., Undo]
     layers: Callable[[nn.Module], list[nn.Module]] = lambda module: []
 
 
@@ -49,16 +50,23 @@ KERNELS: dict[str, Kernel] = {
 class Attached:
     """The replaced modules of a model, by kernel, each with a function that undoes it.
 
-    `lines` say which modules were not replaced, and why.
+    `room` has the columns that norms leave beside their outputs and the gradients of their inputs. `lines` say which
+    modules were not replaced, and why.
     """
 
     replaced: dict[str, dict[nn.Module, Undo]] = field(default_factory=lambda: {name: {} for name in KERNELS})
+    room: dict[nn.Module, tuple[int, int]] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
 
     @property
     def fusing(self) -> set[str]:
         """The kernels that replace any module."""
         return {kernel for kernel, modules in self.replaced.items() if modules}
+
+    def replace(self, kernel: str, module: nn.Module) -> None:
+        """Replace the forward pass of a module, which the kernel can compute."""
+        room = [self.room[module]] if module in self.room else []
+        self.replaced[kernel][module] = KERNELS[kernel].replace(module, *room)
 
     def detach(self, kernel: str | None = None) -> None:
         """Restore the own forward pass of the modules of one kernel, or of all."""
@@ -88,6 +96,7 @@ def attach(model: Any, fused: str, *, triton: bool = True, without: Collection[s
 
 def _replace(model: Any, attached: Attached, without: Collection[str]) -> None:
     covered: set[nn.Module] = set()
+    chosen: dict[str, list[nn.Module]] = {kind: [] for kind in KERNELS}
     reasons: dict[str, list[str]] = {}
     for kind, kernel in KERNELS.items():
         if kind in without:
@@ -98,38 +107,44 @@ def _replace(model: Any, attached: Attached, without: Collection[str]) -> None:
             if reason := kernel.obstacle(module):
                 reasons.setdefault(reason, []).append(name.rpartition(".")[2])
                 continue
-            attached.replaced[kind][module] = kernel.replace(module)
+            chosen[kind].append(module)
             covered.update(kernel.layers(module))
-    _give_room(model, attached)
+    attached.room = _room(model, {kind: set(modules) for kind, modules in chosen.items()})
+    for kind, modules in chosen.items():
+        for module in modules:
+            attached.replace(kind, module)
     if experts.is_mixture(model):
         reasons["experts of a mixture"] = ["experts"]
     for reason, names in reasons.items():
         attached.lines.append(f"kernels: `{'`, `'.join(dict.fromkeys(names))}` not fused: {reason}")
 
 
-def _give_room(model: nn.Module, attached: Attached) -> None:
-    """Let norms leave room for rank-r products (`kernels.room`): beside their output, for the blocks next to them, and
-    beside the gradient of their input, for the layers whose outputs were summed up in it.
+def _room(model: nn.Module, replaced: Mapping[str, Set[nn.Module]]) -> dict[nn.Module, tuple[int, int]]:
+    """The columns of room for rank-r products (`kernels.room`) that norms leave: beside their output, for the blocks
+    next to them, and beside the gradient of their input, for the layers whose outputs were summed up in it.
     """
+    room: dict[nn.Module, tuple[int, int]] = {}
     last: dict[int, int] = {}
-    for layer in (*attached.replaced["lora"], *(mlp.layers(module)[-1] for module in attached.replaced["mlp"])):
+    for layer in (*replaced["lora"], *(mlp.layers(module)[-1] for module in replaced["mlp"])):
         one = lora.current(layer)
         last[one.outputs] = max(last.get(one.outputs, 0), lora.rank([one]))
     for parent in model.modules():
         ranks: dict[int, int] = {}
         for block in parent.children():
-            for first in _first_layers(block, attached):
+            for first in _first_layers(block, replaced):
                 layers = [lora.current(layer) for layer in first]
                 ranks[layers[0].inputs] = max(ranks.get(layers[0].inputs, 0), lora.rank(layers))
         for module in parent.children():
-            if module in attached.replaced["norm"]:
-                norm.leave_room(module, *(each.get(len(module.weight), 0) for each in (ranks, last)))
+            if module in replaced["norm"]:
+                width = len(module.weight)
+                room[module] = ranks.get(width, 0), last.get(width, 0)
+    return room
 
 
-def _first_layers(block: nn.Module, attached: Attached) -> Iterator[list[nn.Module]]:
+def _first_layers(block: nn.Module, replaced: Mapping[str, Set[nn.Module]]) -> Iterator[list[nn.Module]]:
     """The layers that take the input of a replaced block, those that share it together."""
-    if block in attached.replaced["attention"] and (projections := fused_attention.layers(block)):
+    if block in replaced["attention"] and (projections := fused_attention.layers(block)):
         yield projections
-    if block in attached.replaced["mlp"]:
+    if block in replaced["mlp"]:
         yield mlp.layers(block)[:-1]
-    yield from ([layer] for layer in block.children() if layer in attached.replaced["lora"])
+    yield from ([layer] for layer in block.children() if layer in replaced["lora"])

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +23,6 @@ class NormFormula:
     offset: float
     cast_first: bool
 
-
-_room: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
-"""The columns of room that each replaced module leaves beside its output and the gradient of its input."""
 
 # Llama's, OLMo 2's and Gemma's.
 _FORMULAS = (NormFormula(0.0, True), NormFormula(0.0, False), NormFormula(1.0, False))
@@ -46,8 +42,11 @@ def obstacle(module: Any) -> str | None:
     return "a norm that is trained" if module.weight.requires_grad else None
 
 
-def replace(module: Any) -> Callable[[], None]:
-    """Compute the module here; returns a function that undoes it."""
+def replace(module: Any, room: tuple[int, int] = (0, 0)) -> Callable[[], None]:
+    """Compute the module here; returns a function that undoes it.
+
+    `room` are the columns that it leaves beside its output, and beside the gradient of its input.
+    """
     plain, eps, formula = module.forward, _eps(module), _formula(module)
     assert eps is not None
     assert formula is not None
@@ -58,15 +57,10 @@ def replace(module: Any) -> Callable[[], None]:
             normalized: Tensor = plain(x)
             return normalized
         x, inputs = _with_residual(x)
-        y: Tensor = _RmsNorm.apply(x, weight, eps, formula, _room.get(module, (0, 0)), inputs)
+        y: Tensor = _RmsNorm.apply(x, weight, eps, formula, room, inputs)
         return y
 
     return put(module, forward)
-
-
-def leave_room(module: nn.Module, of_output: int, of_gradient: int) -> None:
-    """Set the columns of room that a replaced module leaves beside its output and beside the gradient of its input."""
-    _room[module] = (of_output, of_gradient)
 
 
 _NormInputs = list[Any]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.kernels import KERNELS, Attached
+from finetune.kernels import Attached
 from finetune.kernels.room import columns_beside, narrowed
 from finetune.model import probes
 from finetune.model.probes import marker
@@ -54,7 +54,7 @@ def _differences(model: Any, attached: Attached) -> Iterator[str]:
             fused = _results(module, inputs)
             attached.replaced[kernel].pop(module)()
             plain = _results(module, inputs)
-            attached.replaced[kernel][module] = KERNELS[kernel].replace(module)
+            attached.replace(kernel, module)
         if unlike := difference(fused, plain, plain["output"].dtype, "the modules compute"):
             attached.detach(kernel)
             yield f"kernels: `{kernel}` is off: in {type(module).__name__} {unlike}"
