@@ -37,7 +37,6 @@ from transformers import AutoModelForCausalLM
 
 from finetune.choices import config_of
 from finetune.config import Config
-from finetune.config.serving import SERVED
 from finetune.data import prepare, sources
 from finetune.data.encoded import IGNORE
 from finetune.evaluation import run_models
@@ -46,7 +45,7 @@ from finetune.export import compressed_export, finished_run, publish
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export, llama_cpp
 from finetune.export.rounding import rounded_run
-from finetune.forms import packed
+from finetune.forms import FORMS, packed
 from finetune.model.source.locate import locate
 from finetune.model.structure import recipes
 from finetune.report.terminal import Terminal
@@ -217,7 +216,7 @@ def _taken(base: str, way: str, kind: str) -> bool:
     """Whether a way takes a kind: training in one leaves no row that its blocks do not divide in 16 bit, and servers
     have one factor of NVFP4 for several weights.
     """
-    return way != "adapter" or (kind != "nvfp4" and not BASES[base].width % SERVED[kind].block)
+    return way != "adapter" or (kind != "nvfp4" and not BASES[base].width % FORMS[kind].serving.block)
 
 
 def _forms(job: Trained, kind: str) -> dict[str, str]:

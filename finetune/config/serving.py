@@ -8,42 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from finetune.config.field_types import Help
 from finetune.config.sections import Config, OutputSection
+from finetune.forms import ALONE, FORMS, WITH_ADAPTERS_AS_PUBLISHED, Form
 
 
-@dataclass(frozen=True)
-class Served:
-    """A form that is served; the width of a row must be a multiple of `block` (1: other rows get another form)."""
-
-    help: str
-    gguf: bool = False
-    block: int = 1
+def _help(form: Form) -> str:
+    return f"GGUF, {form.words}" if form.recipe else form.words
 
 
-SERVED: dict[str, Served] = {
-    "q4_k_m": Served("GGUF, 4 and 6 bit", gguf=True),
-    "q5_k_m": Served("GGUF, 5 and 6 bit", gguf=True),
-    "q6_k": Served("GGUF, 6 bit", gguf=True),
-    "q8_0": Served("GGUF, 8 bit", gguf=True),
-    "q4_0": Served("GGUF, 4 bit in blocks of 32", gguf=True),
-    "iq4_xs": Served("GGUF, 4 bit by a table of values", gguf=True),
-    "mxfp4": Served("4-bit floats in blocks of 32", block=32),
-    "nvfp4": Served("4-bit floats in blocks of 16", block=16),
-    "fp8": Served("8-bit floats in blocks of 128 x 128", block=128),
-    "int4": Served("4-bit integers in blocks of 128, as compressed-tensors writes", block=128),
-    "16bit": Served("the training precision"),
-}
-"""Each but `16bit` is also a kind of `quantization.kind`."""
+_SERVED = sorted((form for form in FORMS.values() if form.is_served), key=lambda form: not form.recipe)
+SERVED: dict[str, Help] = {form.name: Help(_help(form)) for form in _SERVED}
+"""Forms that are served, those of GGUF files first. Each but `16bit` is also a kind of `quantization.kind`."""
 
-GGUF = tuple(name for name, served in SERVED.items() if served.gguf)
+GGUF = tuple(form.name for form in _SERVED if form.recipe)
 """The kinds whose embedding and head are quantized too, and whose files are GGUF."""
 GRIDS = tuple(name for name in SERVED if name != "16bit")
 """The kinds of packed weights whose form is served."""
 PACKED = (*GRIDS, "gguf")
 """All kinds of packed weights; with `gguf`, those of a GGUF file as the base, each in the form it has there."""
-_PUBLISHED = ("mxfp4", "nvfp4", "fp8")  # kinds in which bases are published; these are rounded from what they are
-_SAFETENSORS = tuple(name for name in SERVED if name not in GGUF)
 
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -54,6 +39,7 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class Runtime:
     """A program that serves models: the forms that it `reads`, and those on which it takes a LoRA adapter; on a form in
     `as_published`, only if the base is published in it. `largest_rank`: of an adapter, None without a limit.
+    `without_experts`: why it takes no adapter on experts in any form.
     """
 
     help: str
@@ -61,20 +47,29 @@ class Runtime:
     adapters: tuple[str, ...]
     as_published: tuple[str, ...] = ()
     largest_rank: int | None = None
+    without_experts: str | None = None
+
+    @classmethod
+    def of(cls, name: str, help: str, **others: Any) -> Runtime:
+        """The runtime with what the table of forms says of it."""
+        takes = {form.name: form.serving.runtimes[name] for form in _SERVED if name in form.serving.runtimes}
+        as_published = tuple(form for form, how in takes.items() if how == WITH_ADAPTERS_AS_PUBLISHED)
+        adapters = tuple(form for form, how in takes.items() if how != ALONE)
+        return cls(help, tuple(takes), adapters, as_published, **others)
 
 
 RUNTIMES: dict[str, Runtime] = {
-    "llama.cpp": Runtime(
-        "llama.cpp, and programs made of it but Ollama", (*GGUF, "mxfp4", "nvfp4", "16bit"),
-        (*GGUF, "mxfp4", "16bit"),  # beside the factors of NVFP4 it aborts (llama-graph.cpp of 2026-10)
+    "llama.cpp": Runtime.of(
+        "llama.cpp", "llama.cpp, and programs made of it but Ollama",
+        without_experts="llama.cpp has no form for an adapter on experts",
     ),
-    "ollama": Runtime("Ollama, which since 0.34.1 takes no adapters", (*GGUF, "mxfp4", "16bit"), ()),
-    "vllm": Runtime(
-        "vLLM", (*_SAFETENSORS, *GGUF), _SAFETENSORS, as_published=("nvfp4",), largest_rank=VLLM_RANKS[-1]
+    "ollama": Runtime.of("ollama", "Ollama, which since 0.34.1 takes no adapters"),
+    "vllm": Runtime.of("vllm", "vLLM", largest_rank=VLLM_RANKS[-1]),
+    "sglang": Runtime.of(
+        "sglang", "SGLang",
+        without_experts="the names by which SGLang finds an adapter on experts are unknown here",
     ),
-    "sglang": Runtime("SGLang", (*_SAFETENSORS, *GGUF), ("16bit",)),
 }  # fmt: skip
-"""As of 2026: llama.cpp#8056; ollama#14969; the tables of vllm#29424; sglang#9449."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +175,7 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
     if not given:
         return
     if resolved(config)[0].output.way == "rounded":
-        if kind in GRIDS and kind not in _PUBLISHED:
+        if kind in GRIDS and not FORMS[kind].published:  # a published one is rounded from what it is
             yield (
                 "quantization.kind",
                 f"an update of weights in {kind} is mostly lost when they are rounded again to {serve}; set `none` or "

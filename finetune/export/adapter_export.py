@@ -32,8 +32,7 @@ from finetune.export.card import public
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_model, held_base, llama_cpp
 from finetune.export.server_experts import Experts
-from finetune.forms import packed
-from finetune.forms.compressed_layouts import LAYOUTS
+from finetune.forms import FORMS, packed
 from finetune.model import build
 from finetune.model.adapters import adapter, adapter_files, plain_form, plain_peft
 from finetune.model.base import base_dtype
@@ -268,7 +267,7 @@ def _write_base(job: Conversion, base: Any, folder: Path) -> dict[str, Any]:
     """Write `base`, as training holds it, to `folder` for vLLM; nothing if its files are so already."""
     kind, model = job.config.quantization.kind, job.config.model
     own = model.weights == "pretrained" and not prequantized.form(job.architecture)
-    if kind not in LAYOUTS or not own or held_base.wanted(job):
+    if not (kind in FORMS and FORMS[kind].is_of_safetensors) or not own or held_base.wanted(job):
         return {}
     folder.mkdir()
     held = held_base.packed_of(job, base)

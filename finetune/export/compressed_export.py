@@ -21,22 +21,17 @@ from finetune.config import QuantizationSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import proof, row_selection
 from finetune.export.conversion import Conversion
-from finetune.forms import float_blocks, packed
-from finetune.forms.compressed_layouts import EXPERTS, LAYOUTS, WrittenForm
+from finetune.forms import FORMS, packed
+from finetune.forms.codec import Layout
 from finetune.model.skeleton import weightless_base
 from finetune.model.source import identity
 from finetune.model.structure import quantizers, streamed
-from finetune.model.structure.quantization import library_config
 from finetune.storage import weight_files
 from finetune.storage.files import write_json
 
 _NOT_COPIED = ("config.json", "merge.json", "README.md")
-_ROWS = 128
-"""Rows with one scale in FP8."""
-# vLLM computes these as one matrix, with one factor of NVFP4 for all (vllm#41045).
+# vLLM computes these as one matrix, with one factor for all (vllm#41045).
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ROUNDOFF = {"fp8": 0.03, "nvfp4": 0.1, "mxfp4": 0.12, "int4": 0.12}
-"""Root mean square error of weights that are normally distributed, rounded up."""
 ACTIVATIONS = "the figures are of the weights alone; vLLM also rounds activations for FP8, which adds to them"
 
 
@@ -50,9 +45,10 @@ def check(job: Conversion) -> None:
     if why := quantizers.without_place(model, job.kind, identity.stored_names(job.config.model)):
         raise ConfigError(f"this model {why}, for which files in {job.kind} have no place; export `merged` instead")
     if not rounded_names(model, job.kind):
+        columns = FORMS[job.kind].codec.blocks.columns
         raise ConfigError(
-            f"no weight of this model has a form in {job.kind}, whose blocks have {LAYOUTS[job.kind].columns} columns; "
-            "export `merged` instead"
+            f"no weight of this model has a form in {job.kind}, whose blocks have {columns} columns; export `merged` "
+            "instead"
         )
 
 
@@ -69,7 +65,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     written = write(job.run.merged, folder, model.config, job.kind, weights)
     differing = _put(model, written, job.packed)
     logits, base = proof.logits(model, job.rows, job.shown), job.base_logits(dtype)
-    result = job.compare(f"model in {job.kind}", model, logits, trained, base, _ROUNDOFF[job.kind])
+    result = job.compare(f"model in {job.kind}", model, logits, trained, base, FORMS[job.kind].roundoff)
     return {
         "weights": {"count": sum(weight.numel() for weight in model.parameters()), "differing": differing},
         **asdict(result),
@@ -121,7 +117,7 @@ class RoundedWeights(Mapping[str, nn.Parameter]):
         return packed.packed(codes, packed.Packing(self._form, scales, shape, how.dtype))
 
     def _names_together(self, name: str) -> list[str]:
-        if self._form == "nvfp4":
+        if FORMS[self._form].codec.of_whole:
             for names in together_of(name):
                 return [each for each in names if each in self._names]
         return [name]
@@ -143,13 +139,12 @@ def together_of(name: str) -> Iterator[list[str]]:
 
 def rounded_names(model: Any, form: str) -> list[str]:
     """The weights that are quantized in a model on the meta device: linear layers except the head, and experts."""
-    names = quantizers.packed_names(model, library_config(QuantizationSection(kind="fp8"), None))
-    weights, transposed = model.state_dict(), _transposed(model)
-    if form == "mxfp4" and transposed:  # gpt-oss, of which programs read experts alone in that form
-        names &= transposed
+    codec, weights, transposed = FORMS[form].codec, model.state_dict(), _transposed(model)
+    names = set(quantizers.packable(model))
+    if transposed:  # gpt-oss, of which programs read experts alone in a form that has a place for them
+        names &= transposed if codec.files.of_experts else set()
     each = {name: weights[name].shape[-2 if name in transposed else -1] for name in names}
-    whole = [name for name in weights if name in names and each[name] % LAYOUTS[form].columns == 0]
-    return [] if transposed and form != "mxfp4" else whole
+    return [name for name in weights if name in names and each[name] % codec.blocks.columns == 0]
 
 
 def _transposed(model: Any) -> set[str]:
@@ -163,9 +158,7 @@ def _bare(config: Any) -> Any:
     return weightless_base(config, QuantizationSection(kind="none"), attention="eager", dtype=torch.bfloat16)
 
 
-_ENDINGS = ("", "_scale_inv", "_packed", "_scale", "_global_scale", "_shape", "_blocks", "_scales")
-
-PackedPart = tuple[str, WrittenForm, torch.Size]
+PackedPart = tuple[str, Layout, torch.Size]
 """Form, layout and shape of the values of a packed tensor of the files, rows first."""
 
 
@@ -182,11 +175,12 @@ class Written(streamed.Weights):
         if source not in self._parts:
             return self._tensor(source)
         form, layout, shape = self._parts[source]
-        own = {ending: self._tensor(source + ending) for ending in _ENDINGS if source + ending in self._found}
-        codes, scales = layout.read(own)
+        codec = FORMS[form].codec
+        codes, *others = (self._tensor(source + ending) for ending in layout.endings)
         values = torch.empty(shape)
+        codes, scales = codes.view(torch.uint8).reshape(codec.shapes(shape)[0]), layout.scales(codes, *others)
         packed.decode(form, codes, scales, values)
-        return values.mT if layout is EXPERTS else values
+        return values.mT if layout is codec.files.of_experts else values
 
     def _tensor(self, name: str) -> torch.Tensor:
         self._file_of[name] = self._found[name]
@@ -196,9 +190,9 @@ class Written(streamed.Weights):
 def write(source: Path, folder: Path, config: Any, form: str, weights: Mapping[str, nn.Parameter]) -> Written:
     """Write the model in `source` (safetensors in 16 bit) to `folder`, with the packed `weights` in place of its own.
 
-    `weights` are of the form (a key of LAYOUTS), by the model's names, and may be made when they are asked for. Returns
-    what was written, for comparison. Raises ConfigError if files do not have a weight's rows whole, or for factors of
-    NVFP4 that vLLM would not tell apart, OSError if the disk lacks room.
+    `weights` are of the form, by the model's names, and may be made when they are asked for. Returns
+    what was written, for comparison. Raises ConfigError if files do not have a weight's rows whole, or for factors
+    that vLLM would not tell apart, OSError if the disk lacks room.
     """
     model = _bare(config)
     files = sorted(source.glob("*.safetensors"))
@@ -235,7 +229,7 @@ class _FilePlan:
 
     def __init__(self, model: Any, read: streamed.Weights, form: str, weights: Mapping[str, nn.Parameter]) -> None:
         self._model, self._read, self._form, self._weights = model, read, form, weights
-        self._transposed = _transposed(model)
+        self._transposed, self._codec = _transposed(model), FORMS[form].codec
         self._shapes = {name: weight.shape for name, weight in model.state_dict().items()}
         self.parts: dict[str, PackedPart] = {}
         self._of: dict[str, tuple[str, torch.Tensor]] = {}
@@ -247,15 +241,15 @@ class _FilePlan:
                 self._add(name, group)
         if lost := self._names - placed:
             raise ConfigError(f"`{min(lost)}` is not a weight of the merged model's files; export `merged` instead")
-        if form == "nvfp4" and not isinstance(weights, RoundedWeights):
+        if self._codec.of_whole and not isinstance(weights, RoundedWeights):
             self._check_factors()
 
     def _add(self, name: str, group: streamed.ConversionGroup) -> None:
         transposed = name in self._transposed
-        layout = EXPERTS if transposed else LAYOUTS[self._form]
-        if transposed and self._form != "mxfp4":
+        files = self._codec.files
+        if not (layout := files.of_experts if transposed else files.written):
             raise ConfigError(
-                f"`{name}` is transposed, for which files have no form but MXFP4; export `merged` instead"
+                f"`{name}` is transposed, for which files have no place in {self._form}; export `merged` instead"
             )
 
         def taken_apart(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -265,7 +259,7 @@ class _FilePlan:
         shape = self._shapes[name]
         rows = row_selection.chosen(name, shape, taken_apart, "this checkpoint", transposed=transposed)
         columns = shape[-2] if transposed else shape[-1]
-        if not transposed and any(each.dim() > 1 for each in rows.values()) and self._form != "fp8":
+        if not transposed and any(each.dim() > 1 for each in rows.values()) and not files.experts_in_one:
             raise ConfigError(
                 f"this checkpoint has the experts `{name}` in one tensor, which has no form in {self._form}; export "
                 "`fp8` or `merged` instead"
@@ -282,14 +276,8 @@ class _FilePlan:
                 planned[source] = dtype, shape, functools.partial(self._read.stored, source)
                 continue
             _, layout, values = self.parts[source]
-            codes, scales = packed.FORMS[self._form].shapes(values)
-            kind = packed.FORMS[self._form].scale_dtype
-            empty = layout.write(
-                torch.empty(codes, dtype=torch.uint8, device="meta"),
-                torch.empty(scales, dtype=kind, device="meta"),
-                values,
-            )
-            for ending, tensor in empty.items():
+            empty = packed.empty(self._form, torch.empty(values, device="meta"))
+            for ending, tensor in layout.written(*empty, values).items():
                 load = functools.partial(self._tensor, source, ending)
                 planned[source + ending] = tensor.dtype, tensor.shape, load
         return planned
@@ -300,19 +288,21 @@ class _FilePlan:
         how = packed.known_packing(weight)
         if how.form != self._form:
             raise ConfigError(f"`{name}` is held in {how.form}, and these files in {self._form}")
-        scales = _blocks_of_rows(name, how, rows) if self._form == "fp8" else row_selection.bytes_of(how.scales, rows)
-        return layout.write(row_selection.bytes_of(weight.data, rows), scales, shape)[ending]
+        height = self._codec.blocks.rows
+        scales = row_selection.bytes_of(how.scales, rows if height == 1 else _blocks_of_rows(name, how, rows, height))
+        return layout.written(row_selection.bytes_of(weight.data, rows), scales, shape)[ending]
 
     def _check_factors(self) -> None:
         for name in self._names:
             for names in together_of(name):
                 known = [each for each in names if each in self._names]
                 packings = [packed.known_packing(self._weights[each]) for each in known]
-                factors = [how.scales[0, : float_blocks.FACTOR_BYTES] for how in packings]
+                factors = [how.scales[0, : self._codec.blocks.row_scales] for how in packings]
                 if name == known[0] and any(not torch.equal(each, factors[0]) for each in factors):
+                    listed = ", ".join(f"`{each}`" for each in known)
                     raise ConfigError(
-                        f"{', '.join(f'`{each}`' for each in known)} have different factors of NVFP4, of which vLLM "
-                        "takes one for all; quantize them with one"
+                        f"{listed} have different factors of {FORMS[self._form].published}, of which vLLM takes one "
+                        "for all; quantize them with one"
                     )
 
     def stated(self) -> dict[str, Any]:
@@ -323,19 +313,24 @@ class _FilePlan:
             for name, module in self._model.named_modules()
             if (isinstance(module, nn.Linear) or name.endswith("router")) and f"{name}.weight" not in self._names
         ]
-        return (EXPERTS if self._transposed else LAYOUTS[self._form]).stated(sorted(kept))
+        files = self._codec.files
+        layout = files.of_experts if self._transposed else files.written
+        assert layout
+        assert layout.stated
+        return layout.stated(sorted(kept))
 
 
-def _blocks_of_rows(name: str, how: packed.Packing, rows: torch.Tensor) -> torch.Tensor:
-    """The scales of FP8 for these rows. Raises ConfigError unless blocks of 128 rows stay whole."""
+def _blocks_of_rows(name: str, how: packed.Packing, rows: torch.Tensor, height: int) -> torch.Tensor:
+    """The numbers of the scales of these rows. Raises ConfigError unless blocks of `height` rows stay whole."""
     count, blocks = how.shape[-2], how.scales.shape[-2]
-    first = rows[..., ::_ROWS]
-    expected = first.repeat_interleave(_ROWS, -1)[..., : rows.shape[-1]] + torch.arange(rows.shape[-1]) % _ROWS
-    if (first % count % _ROWS).any() or not torch.equal(expected, rows):
+    first = rows[..., ::height]
+    expected = first.repeat_interleave(height, -1)[..., : rows.shape[-1]] + torch.arange(rows.shape[-1]) % height
+    if (first % count % height).any() or not torch.equal(expected, rows):
         raise ConfigError(
-            f"the parts that `{name}` is stored in cut through its blocks of FP8; export `merged` instead"
+            f"the parts that `{name}` is stored in cut through its blocks of {FORMS[how.form].published}; export "
+            "`merged` instead"
         )
-    return row_selection.bytes_of(how.scales, first // count * blocks + first % count // _ROWS)
+    return first // count * blocks + first % count // height
 
 
 def _copy_settings(source: Path, folder: Path, stated: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from finetune.forms import FORMS
+
 
 @dataclass(frozen=True)
 class ExportFormat:
@@ -35,12 +37,8 @@ FORMATS: dict[str, ExportFormat] = {
     "gguf": ExportFormat("one GGUF file, for llama.cpp", "gguf", "gguf.gguf_export"),
     "ollama": ExportFormat("a GGUF file and a Modelfile, for Ollama", "ollama", "gguf.ollama"),
     **{
-        kind: ExportFormat(f"{words}, for vLLM and SGLang", kind, "compressed_export", kind=kind)
-        for kind, words in (
-            ("fp8", "8-bit floats in blocks of 128 x 128"),
-            ("nvfp4", "4-bit floats in blocks of 16"),
-            ("mxfp4", "4-bit floats in blocks of 32"),
-            ("int4", "4-bit integers in groups of 128"),
-        )
+        form.name: ExportFormat(f"{form.words}, for vLLM and SGLang", form.name, "compressed_export", kind=form.name)
+        for form in sorted(FORMS.values(), key=lambda form: form.roundoff)
+        if form.is_of_safetensors
     },
 }  # fmt: skip

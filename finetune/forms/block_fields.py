@@ -1,4 +1,4 @@
-"""What a block of weights stores beside its codes, and the bytes of both.
+"""The bytes of codes, and of the numbers that a block of weights stores beside them.
 
 Shapes: bytes of blocks are (..., rows, blocks, bytes), numbers of blocks (..., rows, blocks), those of groups within
 blocks (..., rows, blocks, groups), codes (..., rows, columns) in uint8.
@@ -6,24 +6,9 @@ blocks (..., rows, blocks, groups), codes (..., rows, columns) in uint8.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
 import torch
 
-BlockFields = Mapping[str, torch.Tensor]
-"""What a format stores of each block beside the codes, by name, in the types in which it is stored."""
-
-BytesAndScales = tuple[torch.Tensor, torch.Tensor]
-"""The bytes of rows, and the scales that are stored beside them (without columns if the bytes hold them)."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The values that weights may have: `scales * level - offsets`, both in float32 (..., rows, columns / group)."""
-
-    scales: torch.Tensor
-    offsets: torch.Tensor | None = None
+from finetune.forms.codec import BytesAndScales
 
 
 def joined(*parts: torch.Tensor) -> BytesAndScales:
@@ -70,8 +55,3 @@ def apart(stored: torch.Tensor, bits: int) -> torch.Tensor:
     """The parts (..., 8 / bits, n) of bytes (..., n); the reverse of `together`."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=stored.device)
     return (stored.unsqueeze(-2) >> shifts.unsqueeze(-1)) & (2**bits - 1)
-
-
-def is_linear(levels: Sequence[float]) -> bool:
-    """Whether the levels are consecutive integers."""
-    return levels[-1] - levels[0] == len(levels) - 1

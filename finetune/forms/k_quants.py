@@ -7,23 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from finetune.forms import scale_search
-from finetune.forms.block_fields import (
-    BlockFields,
-    BytesAndScales,
-    Grid,
-    apart,
-    as_bytes,
-    as_half,
-    from_halves,
-    in_halves,
-    joined,
-    split,
-    together,
-)
+from finetune.forms.block_fields import apart, as_bytes, as_half, from_halves, in_halves, joined, split, together
+from finetune.forms.codec import BlockFields, Blocks, BytesAndScales, Codec, Grid, InGguf, Tile, of_gguf
 
 COLUMNS = 256
 
@@ -220,3 +210,34 @@ def unpack_iq4_xs(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Ten
         "d": as_half(d),
         "scales": each.view(torch.int8) - 32,
     }
+
+
+def _codec(
+    name: str, group: int, levels: tuple[float, ...], stored: int, fallback: str, tile: Tile, *functions: Any
+) -> Codec:
+    """`functions`: those that search, make a grid, pack and unpack."""
+    search, grid, pack, unpack = functions
+    return Codec(
+        Blocks(COLUMNS, group, stored), levels, search, grid, pack, unpack,
+        files=of_gguf(name), gguf=InGguf(fallback=fallback), tile=tile,
+    )  # fmt: skip
+
+
+CODECS = {
+    "q4_k": _codec(
+        "q4_k", 32, tuple(range(16)), 144, "q5_0", Tile(4, 32, stride=64, apart=32),
+        search_q4_k, grid_with_offsets, pack_q4_k, unpack_q4_k,
+    ),
+    "q5_k": _codec(
+        "q5_k", 32, tuple(range(32)), 176, "q5_1", Tile(4, 32, stride=64, apart=32),
+        search_q5_k, grid_with_offsets, pack_q5_k, unpack_q5_k,
+    ),
+    "q6_k": _codec(
+        "q6_k", 16, tuple(range(-32, 32)), 210, "q8_0", Tile(8, 16, stride=16, apart=64, half=4),
+        search_q6_k, grid_of_products, pack_q6_k, unpack_q6_k,
+    ),
+    "iq4_xs": _codec(
+        "iq4_xs", 32, IQ4_LEVELS, 136, "iq4_nl", Tile(8, 16, stride=32, apart=16),
+        search_iq4_xs, grid_of_products, pack_iq4_xs, unpack_iq4_xs,
+    ),
+}  # fmt: skip

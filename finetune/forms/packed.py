@@ -2,8 +2,7 @@
 
 A packed parameter holds bytes, and its `Packing` how they become values. A layer decodes its weight for each product
 and again in the backward pass, and keeps only the bytes between. Decoding is plain torch, equal to the bit to
-transformers' own (5.23, `Mxfp4Dequantize` and `Fp8Dequantize`), to that of compressed-tensors (0.20) and, for GGUF's
-formats (`block_formats`), to llama.cpp's.
+that of the programs which publish or serve a form (the file of each names them).
 
 Shapes: weights are (..., rows, columns); products sum over columns, along which blocks lie.
 """
@@ -12,9 +11,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -22,64 +20,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from finetune.forms import block_formats, float_blocks
-from finetune.forms.block_fields import BlockFields
-from finetune.forms.block_formats import BLOCK_FORMATS
-from finetune.forms.float_blocks import FACTOR_BYTES, FP8_ROWS, power_of_two
+from finetune.forms.codec import Codec, Layout
+from finetune.forms.table import FORMS
 
 # Values that are converted at a time, so that intermediate results stay small beside the weights.
 _PART = 2**24
 
-
-@dataclass(frozen=True)
-class Layout:
-    """How files name the tensors of a packed weight: the `endings` of its bytes and of its scales.
-
-    `joined` makes the scales of a `Packing` from those of the files; None where the bytes hold them.
-    """
-
-    endings: tuple[str, ...]
-    joined: Callable[..., torch.Tensor] | None = None
-
-    def scales(self, codes: torch.Tensor, *stored: torch.Tensor) -> torch.Tensor:
-        """The scales of a `Packing` from the tensors of a file.
-
-        Raises ValueError for scales that are integers, negative or not finite, and for zeros of more than 8 bits: in 8
-        bits a block of small values may have one.
-        """
-        for each in stored:
-            bits = each.dtype is torch.uint8  # e8m0 or e4m3, of which 255 is NaN
-            if not (bits or each.is_floating_point()):
-                raise ValueError(f"its scales have the type {each.dtype}")
-            values = each if bits else each.float()
-            wrong = (values == 255) if bits else ~(values.isfinite() & (values >= 0))
-            if not bits and each.itemsize > 1:
-                wrong |= values == 0
-            if wrong.any():
-                raise ValueError(f"{int(wrong.sum())} of its {each.numel()} scales are not positive numbers")
-        return self.joined(*stored) if self.joined else codes[..., :0]
-
-
-@dataclass(frozen=True)
-class PackedForm:
-    """A form of packed weights.
-
-    `shapes`: from a weight's shape to those of its bytes and its scales. `encode`: writes a weight's bytes and scales,
-    the latter begun by `begin` from the whole weight. `decode`: writes the values of bytes and scales into a tensor of
-    any floating type. `layouts`: how the files of a base that is published in this form name its tensors, and
-    `transposed` whether the model reads the values transposed (gpt-oss). `config`: transformers' class for its
-    config.json, if it has one.
-    """
-
-    shapes: Callable[[torch.Size], tuple[torch.Size, torch.Size]]
-    scale_dtype: torch.dtype
-    encode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    decode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    layouts: tuple[Layout, ...] = ()
-    config: str | None = None
-    transposed: bool = False
-    values_per_byte: int | Fraction = 1
-    begin: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+_WHOLE_ROWS = 128
+"""Rows of a part are a multiple of this, as no form has scales of more rows."""
 
 
 @dataclass
@@ -160,10 +108,11 @@ def digest(model: nn.Module) -> str | None:
 
 def empty(form: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for the bytes and scales of a weight in a form of FORMS, on its device."""
-    codes, scales = FORMS[form].shapes(weight.shape)
+    codec = FORMS[form].codec
+    codes, scales = codec.shapes(weight.shape)
     return (
         torch.empty(codes, dtype=torch.uint8, device=weight.device),
-        torch.empty(scales, dtype=FORMS[form].scale_dtype, device=weight.device),
+        torch.empty(scales, dtype=codec.blocks.scale_dtype, device=weight.device),
     )
 
 
@@ -185,16 +134,17 @@ class Published:
                 raise ValueError(f"its {what} have the shape {list(each.shape)}, not that of blocks and scales")
         scales = self.layout.scales(codes, *stored)
         shape = published_shape(self.form, codes.shape, scales.shape)
-        rows_first = torch.Size((*shape[:-2], shape[-1], shape[-2])) if FORMS[self.form].transposed else shape
-        _check_fit(self.form, codes, scales, rows_first)
+        transposed = FORMS[self.form].codec.files.experts_alone
+        _check_fit(self.form, codes, scales, _rows_first(shape, transposed=transposed))
         return scales
 
 
 def published(names: Iterable[str], forms: Iterable[str] | None = None) -> dict[str, Published]:
     """The packed weights of files with tensors of these `names`, by the names that they have in files in 16 bit."""
     known, weights = set(names), {}
-    for form in FORMS if forms is None else forms:
-        for layout in FORMS[form].layouts:
+    every = (name for name, one in FORMS.items() if one.module)
+    for form in every if forms is None else forms:
+        for layout in FORMS[form].codec.files.layouts:
             last = layout.endings[-1]
             for plain in (name.removesuffix(last) for name in known if name.endswith(last)):
                 parts = tuple(plain + ending for ending in layout.endings)
@@ -218,12 +168,13 @@ def published_shape(
     form: str, codes: Sequence[int], scales: Sequence[int] = (), *, transposed: bool = False
 ) -> torch.Size:
     """The shape of the values of a weight of files, by the shapes of its first two tensors, as the model reads them."""
-    if not FORMS[form].transposed:
+    codec = FORMS[form].codec
+    if not codec.files.experts_alone:
         *others, rows, stored_columns = codes
-        columns = int(stored_columns * FORMS[form].values_per_byte)
+        columns = int(stored_columns * codec.values_per_byte)
         return torch.Size((*others, columns, rows) if transposed else (*others, rows, columns))
     *others, rows, blocks = scales
-    return torch.Size((*others, blocks * BLOCK_FORMATS[form].columns, rows))
+    return torch.Size((*others, blocks * codec.blocks.columns, rows))
 
 
 def from_published(
@@ -235,16 +186,21 @@ def from_published(
     `transposed`: the model reads the values transposed, as it does of some forms anyway. Raises ValueError if they do
     not make a weight of this shape.
     """
-    transposed = transposed or FORMS[form].transposed
-    rows_first = torch.Size((*shape[:-2], shape[-1], shape[-2])) if transposed else shape
+    transposed = transposed or FORMS[form].codec.files.experts_alone
+    rows_first = _rows_first(shape, transposed=transposed)
     codes = codes.view(torch.uint8)
     _check_fit(form, codes, scales, rows_first)
-    return packed(codes.reshape(FORMS[form].shapes(rows_first)[0]), Packing(form, scales, shape, dtype, transposed))
+    codes = codes.reshape(FORMS[form].codec.shapes(rows_first)[0])
+    return packed(codes, Packing(form, scales, shape, dtype, transposed))
+
+
+def _rows_first(shape: torch.Size, *, transposed: bool) -> torch.Size:
+    return torch.Size((*shape[:-2], shape[-1], shape[-2])) if transposed else shape
 
 
 def _check_fit(form: str, codes: torch.Tensor, scales: torch.Tensor, rows_first: torch.Size) -> None:
     """Raise ValueError for bytes and scales that do not make a weight of this shape (..., outputs, inputs)."""
-    expected = FORMS[form].shapes(rows_first)
+    expected = FORMS[form].codec.shapes(rows_first)
     if codes.numel() != expected[0].numel() or scales.shape != expected[1]:
         raise ValueError(
             f"codes {list(codes.shape)} and scales {list(scales.shape)} do not make a weight {list(rows_first)} in "
@@ -263,7 +219,7 @@ for _schema in (
 
 def encode(form: str, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Write the bytes and scales of `weight` in a form of FORMS."""
-    if FORMS[form].config is None:
+    if FORMS[form].codec.as_operator:
         torch.ops.finetune.pack_(codes, scales, weight, form)
     else:
         encode_in_parts(codes, scales, weight, form)
@@ -271,7 +227,7 @@ def encode(form: str, weight: torch.Tensor, codes: torch.Tensor, scales: torch.T
 
 def decode(form: str, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     """Write the values of bytes and scales into `out`, which is exact in float32 and rounded once to other types."""
-    if FORMS[form].config is None:
+    if FORMS[form].codec.as_operator:
         torch.ops.finetune.unpack_(out, codes, scales, form)
     else:
         decode_in_parts(out, codes, scales, form)
@@ -279,16 +235,18 @@ def decode(form: str, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tens
 
 def encode_in_parts(codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, form: str) -> None:
     """`encode` by torch's operators, `_PART` values at a time."""
-    if begin := FORMS[form].begin:
-        begin(weight, scales)
-    for part in _parts(weight.shape, FORMS[form].shapes, codes, scales, weight):
-        FORMS[form].encode(part[2], part[0], part[1])
+    codec = FORMS[form].codec
+    if codec.of_whole:
+        codec.of_whole.begin(weight, scales)
+    for part in _parts(weight.shape, codec, codes, scales, weight):
+        codec.encode(part[2], part[0], part[1])
 
 
 def decode_in_parts(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, form: str) -> None:
     """`decode` by torch's operators, `_PART` values at a time."""
-    for part in _parts(out.shape, FORMS[form].shapes, codes, scales, out):
-        FORMS[form].decode(*part)
+    codec = FORMS[form].codec
+    for part in _parts(out.shape, codec, codes, scales, out):
+        codec.decode(*part)
 
 
 for _name, _program in (("pack_", encode_in_parts), ("unpack_", decode_in_parts)):
@@ -299,118 +257,20 @@ for _name, _program in (("pack_", encode_in_parts), ("unpack_", decode_in_parts)
 def part_shape(shape: torch.Size) -> torch.Size:
     """The shape (experts, rows, columns) of the parts in which weights are converted: `_PART` values, or 128 rows."""
     *experts, rows, columns = shape
-    rows_each = min(max(_PART // columns // FP8_ROWS, 1) * FP8_ROWS, max(rows, 1))
+    rows_each = min(max(_PART // columns // _WHOLE_ROWS, 1) * _WHOLE_ROWS, max(rows, 1))
     return torch.Size((min(max(_PART // (rows_each * columns), 1), *(experts or [1])), rows_each, columns))
 
 
-def _parts(
-    shape: torch.Size, shapes: Callable[[torch.Size], tuple[torch.Size, torch.Size]], *tensors: torch.Tensor
-) -> Iterator[Sequence[torch.Tensor]]:
+def _parts(shape: torch.Size, codec: Codec, *tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
     """Bytes, scales and values of each part: some experts, and some rows of each."""
     tensors = tuple(tensor if len(shape) == 3 else tensor.unsqueeze(0) for tensor in tensors)
     experts_each, rows_each, columns = part_shape(shape)
-    scale_rows = shapes(torch.Size((rows_each, columns)))[1][0]
+    scale_rows = codec.shapes(torch.Size((rows_each, columns)))[1][0]
     codes, scales, values = tensors
     for some in zip(*(tensor.split(experts_each) for tensor in (codes, scales, values)), strict=True):
         yield from zip(
             some[0].split(rows_each, 1), some[1].split(scale_rows, 1), some[2].split(rows_each, 1), strict=True
         )
-
-
-# -- forms -------------------------------------------------------------------------------------------------------------
-
-
-def _in_blocks(
-    name: str, scale_dtype: torch.dtype = torch.uint8,
-    search: Callable[[torch.Tensor, torch.Tensor], BlockFields] | None = None, **fields: Any,
-) -> PackedForm:  # fmt: skip
-    """A form of blocks along rows; of a published form the last block of a row may be a part.
-
-    `search`: the fields of a weight whose scales are begun, in place of the format's own. `fields` are those of the
-    PackedForm that differ from most.
-    """
-    form, is_published = BLOCK_FORMATS[name], "config" in fields
-
-    def shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
-        *others, columns = shape
-        assert is_published or columns % form.columns == 0
-        blocks = -(-columns // form.columns)
-        scales = form.row_scales + blocks * form.block_scales
-        return torch.Size((*others, blocks * form.block_bytes)), torch.Size((*others, scales))
-
-    def encode(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        if missing := -weight.shape[-1] % form.columns:
-            weight = functional.pad(weight, (0, missing))
-        weight = weight.float()
-        found = search(weight, scales) if search else form.search(weight, None)
-        for stored, made in zip((codes, scales), block_formats.encode_with(form, weight, found), strict=True):
-            stored.copy_(made[..., : stored.shape[-1]])
-
-    given = {"shapes": shapes, "values_per_byte": Fraction(form.columns, form.block_bytes), **fields}
-    return PackedForm(
-        scale_dtype=scale_dtype, encode=encode, decode=functools.partial(block_formats.decode, form), **given
-    )
-
-
-def _begin_nvfp4(weight: torch.Tensor, scales: torch.Tensor) -> None:
-    largest = torch.maximum(weight.amax((-2, -1)), -weight.amin((-2, -1))).float()
-    scales[..., :FACTOR_BYTES] = float_blocks.nvfp4_factors(largest).view(torch.uint8).unsqueeze(-2)
-
-
-def _multiplied(scales: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The scales of a `Packing` from those of ModelOpt (`modelopt/torch/quantization/qtensor/nvfp4_tensor.py`)."""
-    return _with_factors(scales, factor, torch.ones_like(factor))
-
-
-def _divided(scales: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    """The scales of a `Packing` from those of compressed-tensors (0.20, `quantization/lifecycle/forward.py`)."""
-    return _with_factors(scales, torch.ones_like(divisor), divisor)
-
-
-def _with_factors(scales: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
-    if any(factor.numel() != 1 for factor in factors):
-        raise ValueError(f"the factor of its scales has the shape {list(factors[0].shape)}")
-    each = torch.cat([factor.float().reshape(1) for factor in factors]).view(torch.uint8)
-    return torch.cat((each.expand(*scales.shape[:-1], FACTOR_BYTES), scales.view(torch.uint8)), dim=-1)
-
-
-def _fp8_shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
-    *experts, rows, columns = shape
-    return shape, torch.Size((*experts, -(-rows // FP8_ROWS), -(-columns // 128)))
-
-
-def _fp8_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Factors in float32 from those of files, which may be powers of two in e8m0."""
-    if scales.dtype is torch.float8_e8m0fnu:
-        scales = scales.view(torch.uint8)
-    return power_of_two(scales) if scales.dtype is torch.uint8 else scales.float()
-
-
-FORMS: dict[str, PackedForm] = {
-    "mxfp4": _in_blocks(
-        "mxfp4", layouts=(Layout(("_blocks", "_scales"), lambda scales: scales.view(torch.uint8)),),
-        config="Mxfp4Config", transposed=True,
-    ),
-    "nvfp4": _in_blocks(
-        "nvfp4", search=lambda weight, scales: float_blocks.nvfp4_fields(weight, float_blocks.factors(scales)),
-        begin=_begin_nvfp4,
-        layouts=(
-            Layout(("_packed", "_scale", "_global_scale"), _divided),
-            Layout(("", "_scale", "_scale_2"), _multiplied),
-        ),
-        config="FineGrainedFP8Config",
-    ),
-    "fp8": _in_blocks(
-        "fp8", torch.float32, shapes=_fp8_shapes, layouts=(Layout(("", "_scale_inv"), _fp8_scales),),
-        config="FineGrainedFP8Config",
-    ),
-    "int4": _in_blocks("int4", torch.float32),
-    **{
-        name: _in_blocks(name, layouts=(Layout((f"_{name}",)),))
-        for name, form in BLOCK_FORMATS.items() if not form.block_scales
-    },
-}  # fmt: skip
-"""Forms by name, which is transformers' `quant_method` if that has a config for them."""
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------

@@ -5,22 +5,13 @@ Layouts: ggml/src/ggml-common.h of llama.cpp; searches and decoding: ggml/src/gg
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from finetune.forms import k_quants, scale_search
-from finetune.forms.block_fields import (
-    BlockFields,
-    BytesAndScales,
-    Grid,
-    apart,
-    as_bytes,
-    as_half,
-    from_halves,
-    in_halves,
-    joined,
-    split,
-    together,
-)
+from finetune.forms.block_fields import apart, as_bytes, as_half, from_halves, in_halves, joined, split, together
+from finetune.forms.codec import BlockFields, Blocks, BytesAndScales, Codec, Grid, Tile, of_gguf
 
 COLUMNS = 32
 
@@ -125,3 +116,24 @@ def pack_q5_1(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
 def unpack_q5_1(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     d, m, high, low = split(stored, 2, 2, 4, 16)
     return _with_fifth_bits(low, high), {"d": as_half(d), "m": as_half(m)}
+
+
+def _codec(name: str, levels: tuple[float, ...], stored: int, *functions: Any, tile: Tile | None = None) -> Codec:
+    """`functions`: those that search, make a grid, pack and unpack."""
+    search, grid, pack, unpack = functions
+    return Codec(
+        Blocks(COLUMNS, COLUMNS, stored), levels, search, grid, pack, unpack,
+        files=of_gguf(name), tile=tile or Tile(1, 16, apart=16),
+    )  # fmt: skip
+
+
+CODECS = {
+    "q4_0": _codec("q4_0", tuple(range(-8, 8)), 18, search_q4_0, one_scale, pack_4_bit, unpack_4_bit),
+    "q5_0": _codec("q5_0", tuple(range(-16, 16)), 22, search_q5_0, one_scale, pack_q5_0, unpack_q5_0),
+    "q5_1": _codec("q5_1", tuple(range(32)), 24, search_q5_1, one_scale_and_offset, pack_q5_1, unpack_q5_1),
+    "q8_0": _codec(
+        "q8_0", tuple(range(-128, 128)), 34, search_q8_0, one_scale, pack_q8_0, unpack_q8_0,
+        tile=Tile(1, 32, "single"),
+    ),
+    "iq4_nl": _codec("iq4_nl", k_quants.IQ4_LEVELS, 18, search_iq4_nl, one_scale, pack_4_bit, unpack_4_bit),
+}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Triton kernels that decode packed weights: the formats of `forms.block_formats`, equal to them to the bit.
+"""Triton kernels that decode packed weights: the forms of `finetune.forms` that have a tile, equal to the bit.
 
 A program decodes some blocks as a tile (blocks, parts, run). Bytes of a run lie side by side; of those that hold two
 codes, the lower four bits belong to one run of columns and the upper ones to another, or both to neighbouring columns.
@@ -9,7 +9,6 @@ Importing this module needs Triton.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -17,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finetune.forms import packed
-from finetune.forms.k_quants import IQ4_LEVELS
+from finetune.forms import FORMS, packed
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
@@ -49,7 +47,7 @@ def _signed(byte):
 
 @triton.jit
 def _power_of_two(exponent):
-    """2^(e - 127) for e from -1 to 255, as `float_blocks.power_of_two`."""
+    """2^(e - 127) for e from -1 to 255, as `forms.e2m1.power_of_two`."""
     normal = tl.maximum(exponent, 0) << 23
     subnormal = tl.where(exponent < 0, 1 << 21, 1 << 22)
     return tl.maximum(normal, subnormal).to(tl.float32, bitcast=True)
@@ -194,8 +192,7 @@ def _decode(
 ):  # fmt: skip
     """Blocks of `BYTES` bytes, each of `PARTS` x `RUN` bytes of codes, in matrices of `rows` rows.
 
-    `ORDER`: "single" for one code a byte, "pairs" for neighbouring columns, "apart" for runs of columns, those of upper
-    bits `APART` columns after those of lower bits. Parts begin `STRIDE` columns apart, and after `HALF` of them anew.
+    The other constants are those of `forms.codec.Tile`.
     """
     number = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]
     part, at = tl.arange(0, PARTS)[None, :, None], tl.arange(0, RUN)[None, None, :]
@@ -230,58 +227,27 @@ def _decode(
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Blocks of `size` bytes and the place of their codes' columns; see `_decode`."""
-
-    size: int
-    parts: int
-    run: int
-    order: str = "apart"
-    stride: int = 0
-    apart: int = 0
-    half: int = 0
-
-    @property
-    def columns(self) -> int:
-        return self.parts * self.run * (1 if self.order == "single" else 2)
-
-
-TILES: dict[str, _Tile] = {
-    "q4_k": _Tile(144, 4, 32, stride=64, apart=32),
-    "q5_k": _Tile(176, 4, 32, stride=64, apart=32),
-    "q6_k": _Tile(210, 8, 16, stride=16, apart=64, half=4),
-    "iq4_xs": _Tile(136, 8, 16, stride=32, apart=16),
-    "q4_0": _Tile(18, 1, 16, apart=16),
-    "q5_0": _Tile(22, 1, 16, apart=16),
-    "q5_1": _Tile(24, 1, 16, apart=16),
-    "iq4_nl": _Tile(18, 1, 16, apart=16),
-    "gguf_mxfp4": _Tile(17, 1, 16, apart=16),
-    "q8_0": _Tile(34, 1, 32, "single"),
-    "fp8": _Tile(128, 1, 128, "single"),
-    "mxfp4": _Tile(16, 1, 16, "pairs"),
-    "nvfp4": _Tile(8, 1, 8, "pairs"),
-    "int4": _Tile(64, 1, 64, "pairs"),
-}
+FORMS_WITH_TILES = tuple(name for name, form in FORMS.items() if form.module and form.codec.tile)
+"""The forms that these kernels decode; others are decoded by torch's operators."""
 _VALUES = 2048
 """Values of a program, 16 a thread."""
 
 
 def decode_packed_(out: Tensor, codes: Tensor, scales: Tensor, form: str) -> None:
-    """Write the values of a form of `packed.FORMS` into `out` (..., rows, columns)."""
-    if form not in TILES:
+    """Write the values of a form into `out` (..., rows, columns)."""
+    codec = FORMS[form].codec
+    if not (tile := codec.tile):
         packed.decode(form, codes, scales, out)
         return
-    tile = TILES[form]
     out = out.unsqueeze(0) if out.dim() == 2 else out.flatten(0, -3)
     matrices, rows, width = out.shape
-    in_row = triton.cdiv(width, tile.columns)
+    in_row = triton.cdiv(width, codec.blocks.columns)
     codes, scales = (tensor.contiguous().flatten(0, -2) for tensor in (codes, scales))
-    blocks, each = matrices * rows * in_row, max(_VALUES // tile.columns, 1)
+    blocks, each = matrices * rows * in_row, max(_VALUES // codec.blocks.columns, 1)
     table = _table(out.device) if form.startswith("iq4") else None
     _decode[triton.cdiv(blocks, each),](
         out, codes, scales, table, blocks, rows, in_row, width, *out.stride(), codes.stride(0), scales.stride(0),
-        FORM=form, ORDER=tile.order, BYTES=tile.size, PARTS=tile.parts, RUN=tile.run, STRIDE=tile.stride,
+        FORM=form, ORDER=tile.order, BYTES=codec.blocks.stored, PARTS=tile.parts, RUN=tile.run, STRIDE=tile.stride,
         APART=tile.apart, HALF=tile.half, BLOCKS=each, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -289,4 +255,4 @@ def decode_packed_(out: Tensor, codes: Tensor, scales: Tensor, form: str) -> Non
 @cache
 def _table(device: torch.device) -> Tensor:
     """The 16 levels of IQ4; they stay on the device."""
-    return torch.tensor(IQ4_LEVELS, device=device)
+    return torch.tensor(FORMS["iq4_nl"].codec.levels, device=device)

@@ -285,7 +285,7 @@ def decode_int8_(out: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 @_operator("(Tensor(a!) out, Tensor codes, Tensor scales, str form) -> ()", "decoding_kernels")
 def decode_packed_(out: Tensor, codes: Tensor, scales: Tensor, form: str) -> None:
-    """Write the values of a weight in a form of `packed.FORMS` into `out` (..., rows, columns)."""
+    """Write the values of a weight in a form into `out` (..., rows, columns)."""
     packed_weights.decode(form, codes, scales, out)
 
 

@@ -9,25 +9,17 @@ from typing import Any
 
 from finetune.config import Config, contradictions, serving
 from finetune.errors import ConfigError
+from finetune.forms import FORMS
 from finetune.model import build
 from finetune.model.adapters import adapter, plain_form
 from finetune.model.adapters.plain_form import Obstacle
 from finetune.model.source import gguf_families, identity, prequantized
 from finetune.model.structure import experts
-from finetune.model.structure.recipes import RECIPES
 
-_NVFP4_IN_GGUF = 64
-"""Weights of a block of NVFP4 in a GGUF file: four of the format's own."""
-_COARSE = ("q4_0", "q4_k", "q5_0", "q5_1", "q5_k", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "int4")
-"""Forms of 4 and 5 bits. Of an update of a tenth of a 4-bit step of normally distributed weights, rounding from one to
-another kept 34 to 106%, from 16 bit, Q8_0 or FP8 to any 96 to 102%, and from a form to the same 1 to 17% in 4 bit, 60%
-in Q5_K, 81% in FP8 and all in Q8_0."""
-_ON_EXPERTS = {
-    ("llama.cpp", None): "llama.cpp has no form for an adapter on experts",
-    ("sglang", None): "the names by which SGLang finds an adapter on experts are unknown here",
-    ("vllm", "fp8"): "vLLM computes nonsense with an adapter on experts in FP8 (vllm#42007)",
-}
-"""Why an adapter on experts is not served, by runtime and form (None: each)."""
+_COARSE_BITS = 5
+"""Bits of forms of which a small update is partly lost. Of one of a tenth of a 4-bit step of normally distributed
+weights, rounding from one such form to another kept 34 to 106%, from 16 bit, Q8_0 or FP8 to any 96 to 102%, and from a
+form to the same 1 to 17% in 4 bit, 60% in Q5_K, 81% in FP8 and all in Q8_0."""
 _THE_FILE = "set `output.serve: q4_k_m`, which serves the file itself"
 _ORIGINAL = "name its 16-bit original"
 
@@ -63,6 +55,10 @@ def _with_way(config: Config, architecture: Any) -> tuple[Config, str | None]:
         config = config.changed({"quantization.kind": "gguf"})
         line = f"{str(line).partition('; quantization.kind')[0]}; quantization.kind: gguf, the file is what is served"
     return config, "\n".join(filter(None, (line, base.loss_of(way))))
+
+
+def _is_coarse(form: str | None) -> bool:
+    return form in FORMS and FORMS[form].bits <= _COARSE_BITS
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ class _ServedBase:
                 raise ConfigError(f"`output.serve`: {why}; set {cure}")
         if self.published == self.serve:
             return
-        if odd := self._undivided(serving.SERVED[self.serve].block):
+        if odd := self._undivided(FORMS[self.serve].serving.block):
             raise ConfigError(f"`output.serve`: {self.serve} has {odd} of {self.name}; set {self._other_forms}")
         if not self._in_file and (why := self._without_place(self.serve)):
             raise ConfigError(
@@ -129,7 +125,7 @@ class _ServedBase:
     def _without_place(self, form: str) -> str | None:
         from finetune.model.structure import quantizers
 
-        in_blocks = serving.SERVED[form].block > 1
+        in_blocks = FORMS[form].serving.block > 1
         return quantizers.without_place(self.weightless, form, self._stored) if in_blocks else None
 
     @cached_property
@@ -142,8 +138,8 @@ class _ServedBase:
         """The forms that the model has, as advice lists them."""
         files = [
             form
-            for form, one in serving.SERVED.items()
-            if one.block > 1 and not self._undivided(one.block) and not self._without_place(form)
+            for form, block in ((name, FORMS[name].serving.block) for name in serving.SERVED)
+            if block > 1 and not self._undivided(block) and not self._without_place(form)
         ]
         in_files = [] if self._in_file else files
         in_gguf = [] if self._without_gguf else ["q8_0"]
@@ -174,7 +170,7 @@ class _ServedBase:
 
     def loss_of(self, way: str) -> str | None:
         """A note on small updates that are lost when a base in one coarse form is rounded to another; None if not."""
-        if way != "rounded" or self._grid not in _COARSE or self._main not in _COARSE:
+        if way != "rounded" or not _is_coarse(self._grid) or not _is_coarse(self._main):
             return None
         beside = "" if self.obstacle("adapter") else "beside an adapter, or "
         return (
@@ -185,13 +181,14 @@ class _ServedBase:
     @property
     def _grid(self) -> str | None:
         """The form that most of the weights with an adapter are in already; None if that is 16 bit."""
-        experts_alone = self.published == "mxfp4"  # gpt-oss is published like that
+        published = FORMS.get(self.published or "")
+        experts_alone = published is not None and published.codec.files.experts_alone
         return None if experts_alone and not self.adapts_experts else prequantized.main_form(self.architecture)
 
     @property
     def _main(self) -> str:
         """The form of most weights that are served."""
-        return RECIPES[self.serve].main if self.serve in RECIPES else self.serve
+        return FORMS[self.serve].main
 
     def _to_adapter(self) -> Iterator[Obstacle]:
         runtime, published = serving.runtime_of(self.config.output), self.published
@@ -202,18 +199,19 @@ class _ServedBase:
             cure = _THE_FILE if published == "gguf" else f"set `output.serve: {published}`"
             yield Obstacle(f"{self._published}, which is not quantized again to {self.serve}", (cure,))
         yield from self._to_packed()
-        why = _ON_EXPERTS.get((runtime, self.serve)) or _ON_EXPERTS.get((runtime, None))
+        known = serving.RUNTIMES[runtime]
+        why = FORMS[self.serve].serving.without_experts.get(runtime) or known.without_experts
         if why and self.adapts_experts:
             yield Obstacle(why, (plain_form.without_experts(self.config.adapter),))
         base = self.weightless if self.adapts_experts else None
-        largest = serving.RUNTIMES[runtime].largest_rank
+        largest = known.largest_rank
         found = plain_form.obstacle(
             self.config.adapter, base, self.architecture.model_type, largest_rank=largest,
             stored=self._stored if base else (),
         )  # fmt: skip
         if found:
             yield Obstacle(f"the adapter would have no form for {runtime}: {found.why}", found.cures)
-        if published is None and self.serve in serving.RUNTIMES[runtime].as_published:
+        if published is None and self.serve in known.as_published:
             yield Obstacle(
                 f"{runtime} computes several weights as one, with one factor of {self.serve}, and a base that is held "
                 "in training has one for each weight",
@@ -229,14 +227,16 @@ class _ServedBase:
                 f"llama.cpp stores columns of `linear_attn.out_proj` of {self.name} in another order, in which packed "
                 "weights and adapters cannot follow"
             )
-        in_file = (self.serve, serving.runtime_of(self.config.output)) == ("nvfp4", "llama.cpp")
-        if in_file and (odd := self._undivided(_NVFP4_IN_GGUF)):
-            yield Obstacle(f"nvfp4 in a GGUF file has {odd}", ("set `output.serve: q8_0`",))
-        of_experts = self.text.model_type == "gpt_oss" and self.serve == "mxfp4" and not self._in_file
-        if of_experts and self.published is None:
+        form = FORMS[self.serve]
+        wider = form.gguf.block if form.gguf and form.gguf.block > form.serving.block else 1
+        if self._in_file and (odd := self._undivided(wider)):
+            yield Obstacle(f"{self.serve} in a GGUF file has {odd}", ("set `output.serve: q8_0`",))
+        of_experts = form.is_of_safetensors and form.codec.files.of_experts and self.text.model_type == "gpt_oss"
+        if of_experts and not self._in_file and self.published is None:
             yield Obstacle(
-                "files for vLLM have MXFP4 of the experts of gpt-oss alone, and training would hold all layers in it",
-                ("name a base that is published in mxfp4",),
+                f"files for vLLM have {form.published} of the experts of gpt-oss alone, and training would hold all "
+                "layers in it",
+                (f"name a base that is published in {self.serve}",),
             )
 
     def _to_rounding(self) -> Iterator[Obstacle]:

@@ -13,7 +13,7 @@ from torch import nn
 from finetune.config import QuantizationSection
 from finetune.config.field_types import shortened
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, first_line
-from finetune.forms.block_formats import BLOCK_FORMATS
+from finetune.forms import FORMS
 from finetune.forms.packed import pack, packing_of
 from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
@@ -148,7 +148,7 @@ def _forms_of_file(model: Any, forms: Mapping[str, str]) -> Mapping[str, str]:
     """`forms`, which a GGUF file's folder says its weights are in. Raises ArtifactError for one that cannot be."""
     weights = model.state_dict()
     for name, form in forms.items():
-        if name not in weights or weights[name].shape[-1] % BLOCK_FORMATS[form].columns:
+        if name not in weights or weights[name].shape[-1] % FORMS[form].codec.blocks.columns:
             raise ArtifactError(
                 f"`model.name`: its config.json says that {shortened(name, 60)!a} is in {form}, as no such weight "
                 "can be; remove its folder, which is then made again of the GGUF file"

@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.config import Config, dump, named
 from finetune.errors import ConfigError
+from finetune.forms import FORMS
 from finetune.measure.monitor import headline
 from finetune.report import curves, data_view, forecast_view, view, words
 from finetune.report.figures import RECENT_STEPS, Figures
@@ -33,10 +34,11 @@ _FILES = {
     "plain-adapter": "the adapter for vLLM, SGLang and llama.cpp",
     "gguf": "the model for llama.cpp",
     "ollama": "the model for Ollama",
-    "fp8": "the model in 8-bit floats, for vLLM and SGLang",
-    "nvfp4": "the model in 4-bit floats in blocks of 16, for vLLM and SGLang",
-    "mxfp4": "the model in 4-bit floats in blocks of 32, for vLLM and SGLang",
-    "int4": "the model in 4-bit integers, for vLLM and SGLang",
+    **{
+        form.name: f"the model in {form.words}, for vLLM and SGLang"
+        for form in sorted(FORMS.values(), key=lambda form: form.roundoff)
+        if form.is_of_safetensors
+    },
     "config.yaml": "every setting, which reproduces the run",
     "metrics.jsonl": "each step and evaluation",
     "events.jsonl": "what happened, and when",

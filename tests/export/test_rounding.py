@@ -30,8 +30,7 @@ from finetune.export.rounding.compensated import DAMPING, compensated
 from finetune.export.rounding.inputs import InputSums
 from finetune.export.rounding.layers import LayerRounding
 from finetune.export.rounding.matrices import rounded
-from finetune.forms import float_blocks, packed
-from finetune.forms.block_formats import BLOCK_FORMATS, nearest, values
+from finetune.forms import FORMS, packed
 from finetune.measure.tensors import TensorCount
 from finetune.model.base import load_architecture
 from finetune.model.skeleton import make_buffers
@@ -61,12 +60,12 @@ def plain(form: str, weight: torch.Tensor) -> torch.Tensor:
     return packed.values(packed.pack(form, weight))
 
 
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.module])
 def test_products_with_other_rows_are_nearer_than_after_plain_rounding(name: str) -> None:
-    form, weight, x = BLOCK_FORMATS[name], weight_of(32, 512), inputs_of(512, 1024)
+    form, weight, x = FORMS[name].codec, weight_of(32, 512), inputs_of(512, 1024)
     codes, fields = compensated(form, weight, x.T @ x)
     other = inputs_of(512, 1024, seed=1)
-    found = values(form, codes, form.grid(fields))
+    found = form.values(codes, form.grid(fields))
     assert error(weight, found, other) < 0.6 * error(weight, plain(name, weight), other)
     stored, scales = form.pack(codes, fields)
     assert torch.equal(packed.Packing(name, scales, weight.shape, weight.dtype).decoded(stored), found)
@@ -76,7 +75,7 @@ def one_by_one(weight: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """Q4_0 by the formulas of Optimal Brain Quantization in float64 (arXiv 2210.17323, equations 2 and 3): after each
     column, the inverse Hessian of those that are left, and the same correction to all of them at once.
     """
-    form = BLOCK_FORMATS["q4_0"]
+    form = FORMS["q4_0"].codec
     weight, diagonal = weight.double().clone(), hessian.double().diagonal()
     damped = hessian.double() + DAMPING * diagonal.mean() * torch.eye(len(hessian))
     inverse = torch.linalg.inv(damped)
@@ -95,30 +94,30 @@ def one_by_one(weight: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
 
 def test_blocks_of_columns_give_what_one_column_after_the_other_gives() -> None:
     weight, x = weight_of(16, 256), inputs_of(256, 1024)
-    form = BLOCK_FORMATS["q4_0"]
+    form = FORMS["q4_0"].codec
     codes, fields = compensated(form, weight, x.T @ x)
-    found, expected = values(form, codes, form.grid(fields)), one_by_one(weight, x.T @ x)
+    found, expected = form.values(codes, form.grid(fields)), one_by_one(weight, x.T @ x)
     # A value in the middle of two levels may fall to either, and what follows in its row with it.
     assert (found.double() - expected).abs().amax(dim=1).lt(1e-6).float().mean() > 0.8
     assert error(weight, found, x) == pytest.approx(error(weight, expected.float(), x), rel=0.02)
 
 
 def test_a_column_that_no_input_has_is_rounded_by_itself() -> None:
-    x, weight, form = inputs_of(64, 256), weight_of(8, 64), BLOCK_FORMATS["q4_0"]
+    x, weight, form = inputs_of(64, 256), weight_of(8, 64), FORMS["q4_0"].codec
     x[:, 5] = x[:, 40:] = 0
     codes, fields = compensated(form, weight, x.T @ x)
-    alone = nearest(form, weight, form.grid(fields))
+    alone = form.nearest(weight, form.grid(fields))
     assert torch.equal(codes[:, 40:], alone[:, 40:])
     assert torch.equal(codes[:, 5], alone[:, 5])
     assert not torch.equal(codes, alone)
     nothing, fields = compensated(form, weight, torch.zeros(64, 64))
-    assert torch.equal(nothing, nearest(form, weight, form.grid(fields)))
+    assert torch.equal(nothing, form.nearest(weight, form.grid(fields)))
 
 
 def test_fewer_rows_than_columns_are_rounded_with() -> None:
-    x, weight, form = inputs_of(256, 64), weight_of(8, 256), BLOCK_FORMATS["q4_k"]
+    x, weight, form = inputs_of(256, 64), weight_of(8, 256), FORMS["q4_k"].codec
     codes, fields = compensated(form, weight, x.T @ x)
-    found = values(form, codes, form.grid(fields))
+    found = form.values(codes, form.grid(fields))
     assert error(weight, found, x) < 0.5 * error(weight, plain("q4_k", weight), x)
 
 
@@ -150,7 +149,7 @@ def test_what_is_joined_in_a_product_has_one_factor_of_nvfp4(tokens: int) -> Non
     for name in weights:
         inputs.add((name, 0), x)
     found = rounded(dict.fromkeys(weights, "nvfp4"), weights, inputs)
-    factors = torch.cat([one.scales[:, : float_blocks.FACTOR_BYTES] for one in found.values()])
+    factors = torch.cat([one.scales[:, : FORMS["nvfp4"].codec.blocks.row_scales] for one in found.values()])
     assert (factors == factors[0]).all()
     assert {bool(one.compensated) for one in found.values()} == {tokens > 7}
 
@@ -231,9 +230,9 @@ def by_hand(one: Small) -> dict[str, torch.Tensor]:
             for hook in hooks:
                 hook.remove()
             for name, weight in inside.items():
-                form = BLOCK_FORMATS[one.forms[name]]
+                form = FORMS[one.forms[name]].codec
                 codes, fields = compensated(form, weight, sums[name])
-                names[name].data = values(form, codes, form.grid(fields))
+                names[name].data = form.values(codes, form.grid(fields))
     return {name: weight.data for name, weight in names.items()}
 
 

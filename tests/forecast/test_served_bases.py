@@ -8,8 +8,7 @@ import torch
 
 from finetune.choices import load_config
 from finetune.forecast import operator_costs
-from finetune.forms import packed
-from finetune.model.structure.quantization import LEAST_FIRST
+from finetune.forms import LEAST_FIRST, packed
 from finetune.resolve import planning
 from tests.jobs import TINY, sampled
 

@@ -11,14 +11,19 @@ import torch
 from gguf import GGMLQuantizationType as Types
 
 from finetune.export.gguf import gguf_recipes
-from finetune.forms import block_formats, packed
-from finetune.forms.block_formats import BLOCK_FORMATS
+from finetune.forms import FORMS, packed
+from finetune.forms.codec import BytesAndScales, Codec
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
 
 COLUMNS = 512
-GGUF = [name for name in BLOCK_FORMATS if packed.FORMS[name].shapes(torch.Size((1, COLUMNS)))[1][-1] == 0]
-OTHERS = [name for name in BLOCK_FORMATS if name not in GGUF]
+GGUF = [name for name, form in FORMS.items() if form.is_of_gguf]
+OTHERS = [name for name, form in FORMS.items() if form.is_of_safetensors]
+
+
+def encoded(codec: Codec, weight: torch.Tensor, importance: torch.Tensor | None) -> BytesAndScales:
+    """The bytes and scales of a weight, as the search finds them."""
+    return codec.encoded(weight, codec.search(weight, importance))
 
 
 def _library() -> Any:
@@ -36,7 +41,7 @@ def decoded_by_ggml(name: str, stored: torch.Tensor) -> torch.Tensor:
 
 def quantized_by_ggml(name: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
     """The bytes of a weight, by llama.cpp's search."""
-    stored = torch.empty(packed.FORMS[name].shapes(weight.shape)[0], dtype=torch.uint8)
+    stored = torch.empty(FORMS[name].codec.shapes(weight.shape)[0], dtype=torch.uint8)
     given = None if importance is None else importance.data_ptr()
     gguf_recipes.function()(
         Types[name.removeprefix("gguf_").upper()], weight.data_ptr(), stored.data_ptr(), 0, *weight.shape, given
@@ -46,17 +51,17 @@ def quantized_by_ggml(name: str, weight: torch.Tensor, importance: torch.Tensor 
 
 @pytest.mark.parametrize("name", GGUF)
 def test_random_bytes_decode_as_in_llama_cpp_and_are_packed_again(name: str) -> None:
-    form = BLOCK_FORMATS[name]
+    codec = FORMS[name].codec
     generator = torch.Generator().manual_seed(0)
-    row = packed.FORMS[name].shapes(torch.Size((2048, COLUMNS)))[0]
+    row = FORMS[name].codec.shapes(torch.Size((2048, COLUMNS)))[0]
     stored = torch.randint(0, 256, row, dtype=torch.uint8, generator=generator)
     expected, made = decoded_by_ggml(name, stored), torch.empty(2048, COLUMNS)
     packed.decode(name, stored, stored[:, :0], made)
     finite = expected.isfinite()  # but for scales that are not, one in 32
     assert finite.float().mean() > 0.9
     assert torch.equal(made[finite].view(torch.int32), expected[finite].view(torch.int32))
-    assert form.unpack
-    assert torch.equal(form.pack(*form.unpack(stored, stored[:, :0]))[0], stored)
+    assert codec.unpack
+    assert torch.equal(codec.pack(*codec.unpack(stored, stored[:, :0]))[0], stored)
     rounded = torch.empty(2048, COLUMNS, dtype=torch.bfloat16)
     packed.decode(name, stored, stored[:, :0], rounded)
     assert torch.equal(rounded[finite], expected[finite].bfloat16())
@@ -71,20 +76,20 @@ def test_errors_of_a_search_are_those_of_llama_cpp(name: str, important: bool) -
     columns = torch.rand(COLUMNS, generator=generator) ** 4 + 0.01
     importance = columns if important else None
     theirs = decoded_by_ggml(name, quantized_by_ggml(name, weight, importance))
-    mine = decoded_by_ggml(name, block_formats.encode(BLOCK_FORMATS[name], weight, importance)[0])
+    mine = decoded_by_ggml(name, encoded(FORMS[name].codec, weight, importance)[0])
     for squares in (torch.ones(COLUMNS), columns):
         errors = [((made - weight).square() * squares).sum().sqrt() for made in (mine, theirs)]
         assert errors[0] < 1.01 * errors[1]
 
 
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("name", [*GGUF, *OTHERS])
 def test_weights_that_a_search_cannot_scale_are_packed(name: str) -> None:
     """Zeros, equal values, and one value beside zeros, in experts of which each has its rows."""
     weight = torch.zeros(2, 3, COLUMNS)
     weight[0, 1], weight[1, 0], weight[1, 2, 7] = -0.5, 3.0, 1.0
-    form = BLOCK_FORMATS[name]
+    codec = FORMS[name].codec
     for importance in (None, torch.ones(COLUMNS)):
-        stored, scales = block_formats.encode(form, weight, importance)
+        stored, scales = encoded(codec, weight, importance)
         made = torch.empty_like(weight)
         packed.decode(name, stored, scales, made)
         assert (made - weight).abs().max() < 0.04 * weight.abs().max()
@@ -94,14 +99,14 @@ def test_weights_that_a_search_cannot_scale_are_packed(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_formats_of_vllm_have_the_values_that_their_bytes_are_read_as(name: str) -> None:
     weight = torch.randn(2, 256, COLUMNS, generator=torch.Generator().manual_seed(3)) / 50
-    form = BLOCK_FORMATS[name]
-    fields = form.search(weight, None)
-    grid = form.grid(fields)
-    codes = block_formats.nearest(form, weight, grid)
-    stored, scales = form.pack(codes, fields)
+    codec = FORMS[name].codec
+    fields = codec.search(weight, None)
+    grid = codec.grid(fields)
+    codes = codec.nearest(weight, grid)
+    stored, scales = codec.pack(codes, fields)
     how = packed.Packing(name, scales, weight.shape, torch.float32)
     made = packed.packed(stored, how)
-    assert torch.equal(packed.values(made), block_formats.values(form, codes, grid))
+    assert torch.equal(packed.values(made), codec.values(codes, grid))
     assert torch.equal(packed.pack(name, weight), made)
 
 
@@ -130,7 +135,7 @@ def test_int4_has_smaller_errors_than_with_the_scales_of_compressed_tensors() ->
     assert (how.scales > 0).all()
 
 
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("name", [*GGUF, *OTHERS])
 def test_packed_parameters_have_experts_and_shapes_without_values(name: str) -> None:
     weight = torch.randn(2, 4, COLUMNS, generator=torch.Generator().manual_seed(2), dtype=torch.bfloat16)
     parameter = packed.pack(name, weight)

@@ -24,7 +24,7 @@ from transformers import (
 
 from finetune.config import QuantizationSection
 from finetune.config.serving import GGUF, GRIDS, PACKED
-from finetune.forms import packed
+from finetune.forms import FORMS, packed
 from finetune.model.skeleton import weightless_base
 from finetune.model.source import gguf_families, gguf_names
 from finetune.model.structure import quantizers, recipes
@@ -54,8 +54,8 @@ def weightless(config: Any, kind: str = "none") -> Any:
 def test_the_kinds_that_are_served_are_those_of_the_tables() -> None:
     assert set(GGUF) == set(recipes.RECIPES)
     assert {kind for kind, one in QUANTIZATIONS.items() if one.packed} == set(PACKED)
-    assert all(packed.FORMS.keys() >= {one.main, one.head} for one in recipes.RECIPES.values())
-    assert packed.FORMS.keys() >= set(recipes.FALLBACKS.values())
+    assert all(FORMS.keys() >= {one.main, one.head} for one in recipes.RECIPES.values())
+    assert FORMS.keys() >= {form.codec.gguf.fallback for form in FORMS.values() if form.module} - {None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

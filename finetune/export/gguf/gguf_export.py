@@ -16,11 +16,12 @@ from finetune.config.serving import GRIDS
 from finetune.errors import ConfigError, MachineError
 from finetune.export import proof
 from finetune.export.conversion import Conversion
-from finetune.export.gguf import gguf_model, gguf_packed, gguf_recipes, gguf_vocabulary, llama_cpp
+from finetune.export.gguf import gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp
 from finetune.export.gguf.gguf_types import TYPES
+from finetune.forms import FORMS
 from finetune.model.source import gguf_families
 from finetune.model.source.locate import hub_call
-from finetune.model.structure import experts, quantizers, recipes
+from finetune.model.structure import experts, quantizers
 from finetune.runtime import libraries, patches
 
 
@@ -48,7 +49,7 @@ def check(job: Conversion) -> None:
         raise MachineError(
             f"a GGUF file of `{family.arch}` is proven by llama.cpp alone: `pip install xllamacpp` (34 MB)"
         )
-    if TYPES[job.kind].recipe:
+    if TYPES[job.kind].mixed:
         gguf_recipes.check(job.kind)
 
 
@@ -57,12 +58,14 @@ def forms(model: Any, kind: str) -> dict[str, str]:
 
     Without those that are rounded by themselves once their columns are in llama.cpp's order.
     """
-    pick({**recipes.RECIPES, **gguf_packed.FLOATS}, kind, "GGUF type to round to")
-    forms = quantizers.recipe_of(model, kind if kind in recipes.RECIPES else "q8_0")
+    quantized = {name: form for name, form in FORMS.items() if form.gguf and form.is_served}
+    form = pick(quantized, kind, "GGUF type to round to")
+    forms = quantizers.recipe_of(model, kind if form.recipe else "q8_0")
     forms = {name: form for name, form in forms.items() if not name.endswith(gguf_families.OTHER_COLUMNS)}
-    if kind in recipes.RECIPES:
+    if form.recipe:
         return forms
-    columns = gguf_packed.FLOATS[kind]
+    assert form.gguf
+    columns = form.gguf.block
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = {f"{name}.weight" for name, module in model.named_modules() if module in ends}
     within = {name for name in forms if name not in tables and model.get_parameter(name).shape[-1] % columns == 0}
@@ -75,7 +78,7 @@ def file_name(kind: str) -> str:
 
 def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the GGUF file to `folder` and prove it. Returns the facts of export.json."""
-    file = folder / file_name(job.kind)
+    file, mixed = folder / file_name(job.kind), TYPES[job.kind].mixed
     # Prompts within llama.cpp's context that leave room for the next token.
     longest = gguf_model.context(job.architecture)[0] - 1
     rows, labels = ([row[:longest] for row in each] for each in (job.rows, job.labels))
@@ -103,7 +106,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         del written
         libraries.return_freed_memory()
         found, known, moved = read_back, expected, base
-        if TYPES[job.kind].recipe:  # `compare` reports what 4 to 6 bits change; llama.cpp must agree with this file
+        if mixed:  # `compare` reports what 4 to 6 bits change; llama.cpp must agree with this file
             expected = read_back
     else:
         found, known, moved, following = llama_cpp.logits(file, job, expected, base)
@@ -112,8 +115,8 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     ran, not_proven = llama_cpp.compare(
         file, job, expected,
         tokenizes_alike=gguf_vocabulary.SPACES_AFTER_SPECIAL not in differences,
-        same_top=readable or not TYPES[job.kind].recipe,
-        nearly=llama_cpp.NEARLY if TYPES[job.kind].recipe else 0.0,
+        same_top=readable or not mixed,
+        nearly=llama_cpp.NEARLY if mixed else 0.0,
     )  # fmt: skip
     if job.packed:  # raises unless every weight is as it was rounded
         gguf_model.differing(job.run.merged, config, file, job.packed)
@@ -143,8 +146,10 @@ def _approximated(job: Conversion, model: Any, trained: list[torch.Tensor]) -> t
 
 
 def is_readable(config: Any, kind: str) -> bool:
-    """Whether transformers reads a file of this type; it ignores the factors of NVFP4."""
-    return gguf_families.family(config).readable and kind != "nvfp4"
+    """Whether transformers reads a file of this type; it ignores factors of matrices."""
+    form = FORMS.get(kind)
+    has_factors = form is not None and form.module and form.codec.gguf.factor
+    return gguf_families.family(config).readable and not has_factors
 
 
 def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:

@@ -25,6 +25,7 @@ from finetune.errors import ArtifactError, ConfigError
 from finetune.export.gguf import gguf_packed, gguf_recipes, gguf_vocabulary
 from finetune.export.gguf.gguf_packed import GgufTensor
 from finetune.export.gguf.gguf_types import TYPES
+from finetune.forms import FORMS
 from finetune.forms import packed as packing
 from finetune.model import bounds
 from finetune.model.skeleton import weightless_base
@@ -60,7 +61,7 @@ def write(
     with contextlib.closing(gguf.GGUFWriter(file, family.arch)) as writer:
         writer.add_type("model")
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        writer.add_file_type(gguf.LlamaFileType[TYPES[kind].file_type])
+        writer.add_file_type(gguf.LlamaFileType[TYPES[kind].name])
         known = _add_parameters(writer, text, family)
         known += gguf_vocabulary.add(
             writer, tokenizer, text.vocab_size, starts_with_bos=starts_with_bos, end_of_turn=end_of_turn
@@ -184,7 +185,7 @@ def _tensors(
 
             stored, shape = gguf_names.name_of(names, part, family), list(each.shape)
             wanted = _type(stored, shape, kind if own.endswith(gguf_families.OTHER_COLUMNS) else beside, text)
-            if wanted in gguf_recipes.FLOATS:
+            if gguf_packed.is_packed_here(wanted):
                 yield from gguf_packed.rounded(stored, shape, wanted, load)
             else:
                 yield stored, shape, wanted, load
@@ -221,11 +222,12 @@ def _values(weight: nn.Parameter) -> torch.Tensor:
 
 
 def _unequal(written: Mapping[str, Any], name: str, expected: np.ndarray) -> int:
-    """How many values of a tensor are not the expected ones; the factor of NVFP4 rounds the last place of a float32."""
+    """How many values of a tensor are not the expected ones; a factor rounds the last place of a float32."""
     one = written[name]
     values = gguf.dequantize(one.data, one.tensor_type).reshape(expected.shape)
     scale = written.get(name.removesuffix("weight") + "scale")
-    if scale is not None and one.tensor_type is gguf.GGMLQuantizationType.NVFP4:
+    form = FORMS.get(one.tensor_type.name.lower())
+    if scale is not None and form and form.module and form.codec.gguf.factor:
         values = values * scale.data.reshape(-1, *[1] * (values.ndim - 1 if values.ndim > 2 else 1))
         return int((np.abs(values - expected) > 2.0**-22 * np.abs(expected)).sum())
     return int((values != expected).sum())
@@ -235,7 +237,7 @@ def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
     """The type of a tensor: vectors and `_EXACT` stay in float32, and rows that blocks do not divide in float16."""
     if len(shape) < 2 or name.endswith(_EXACT):
         return gguf.GGMLQuantizationType.F32
-    mixed = kind in TYPES and TYPES[kind].recipe
+    mixed = kind in TYPES and TYPES[kind].mixed
     wanted = gguf_recipes.type_of(name, kind, config) if mixed else gguf.GGMLQuantizationType[kind.upper()]
     for candidate in (wanted, gguf_recipes.fallback(wanted)):
         if candidate is not None and shape[-1] % gguf.GGML_QUANT_SIZES[candidate][0] == 0:

@@ -20,6 +20,7 @@ from gguf import GGMLQuantizationType as Types
 from gguf import quant_shape_to_byte_shape
 
 from finetune.errors import MachineError
+from finetune.forms import FORMS
 from finetune.model.structure import recipes
 
 
@@ -36,22 +37,20 @@ def check(kind: str) -> None:
 
 def type_of(name: str, kind: str, config: Any) -> Any:
     """The type of the matrix `name` in a file of `kind`; `config` is transformers' of the model."""
-    if kind.upper() in (one.name for one in FLOATS):
+    if not FORMS[kind].recipe:
         # llama.cpp has no recipe for all matrices, and reads no factor of NVFP4 beside an embedding.
         return Types.Q8_0 if name in (recipes.HEAD, recipes.EMBEDDING) else Types[kind.upper()]
     return Types[(recipes.wanted(name, kind, config) or "f16").upper()]
 
 
-FLOATS = (Types.MXFP4, Types.NVFP4)
 BY_GGML = (Types.Q4_K, Types.Q5_K, Types.Q6_K, Types.IQ4_XS, Types.IQ4_NL)
 """Types that `quantize` writes."""
 
 
 def fallback(kind: Any) -> Any:
-    """The type that replaces one whose blocks, of 256 or (NVFP4) 64, do not divide a row; None if there is none."""
-    if kind is Types.NVFP4:
-        return Types.Q8_0
-    replacing = recipes.FALLBACKS.get(kind.name.lower())
+    """The type that replaces one whose blocks do not divide a row; None if there is none."""
+    form = FORMS.get(kind.name.lower())
+    replacing = form.codec.gguf.fallback if form and form.module else None
     return replacing and Types[replacing.upper()]
 
 

@@ -1,4 +1,4 @@
-"""Types of the matrices in a GGUF file. A new one is one entry in TYPES.
+"""Types of the matrices in a GGUF file: the forms that `finetune.forms` says are in such files.
 
 Importing this module loads no library: `finetune --help` reads the table.
 """
@@ -10,35 +10,29 @@ from dataclasses import dataclass
 from finetune.config.field_types import pick
 from finetune.errors import ConfigError
 from finetune.export.export_formats import FORMATS
+from finetune.forms import FORMS
 
 
 @dataclass(frozen=True)
 class Type:
-    """`file_type` is llama.cpp's name of a file of this type, `roundoff` the relative rounding error of a weight.
-
-    `recipe`: whether llama.cpp gives each tensor its own type; see `gguf_recipes`.
+    """A type that all matrices of a file have, but those that a recipe gives another if it is `mixed`. `name` is
+    llama.cpp's of the file.
     """
 
     help: str
-    file_type: str
+    name: str
+    mixed: bool
     roundoff: float
-    recipe: bool = False
 
 
-TYPES: dict[str, Type] = {
-    "f16": Type("16 bit, read everywhere", "MOSTLY_F16", 2**-12),
-    "bf16": Type("16 bit with the range of float32", "MOSTLY_BF16", 2**-9),
-    # Half a step is 1/254 of the largest of 32 weights, and so 2^-7 of their root mean square.
-    "q8_0": Type("8 bit in blocks of 32", "MOSTLY_Q8_0", 2**-7),
-    # Root mean square error of weights that are normally distributed, rounded up.
-    "q6_k": Type("6 bit", "MOSTLY_Q6_K", 0.02, recipe=True),
-    "q5_k_m": Type("5 and 6 bit", "MOSTLY_Q5_K_M", 0.04, recipe=True),
-    "q4_k_m": Type("4 and 6 bit", "MOSTLY_Q4_K_M", 0.08, recipe=True),
-    "q4_0": Type("4 bit in blocks of 32", "MOSTLY_Q4_0", 0.09, recipe=True),
-    "iq4_xs": Type("4 bit by a table", "MOSTLY_IQ4_XS", 0.08, recipe=True),
-    "mxfp4": Type("4-bit floating point in blocks of 32", "MOSTLY_MXFP4_MOE", 0.12, recipe=True),
-    "nvfp4": Type("4-bit floating point in blocks of 16", "MOSTLY_NVFP4", 0.1, recipe=True),
-}
+def _types() -> dict[str, Type]:
+    """By name, those of most bits first, and those of GGUF files alone before others."""
+    forms = [form for form in FORMS.values() if form.gguf]
+    forms.sort(key=lambda form: (-form.bits, form.is_of_safetensors))
+    return {form.name: Type(form.words, form.gguf.type, form.gguf.mixed, form.roundoff) for form in forms if form.gguf}
+
+
+TYPES = _types()
 
 
 def check(kind: str, format: str = "gguf") -> None:

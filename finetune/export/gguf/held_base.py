@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.config.serving import GGUF
+from finetune.config.serving import GGUF, RUNTIMES
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export, gguf_model, gguf_vocabulary, llama_cpp
@@ -33,7 +33,8 @@ def wanted(job: Conversion) -> bool:
     if job.config.scorer:
         return False
     in_16_bit = (kind, output.serve, job.config.model.vision) == ("none", "16bit", "none")
-    return kind in (*GGUF, "gguf") or (output.runtime == "llama.cpp" and (kind == "mxfp4" or in_16_bit))
+    with_adapters = kind in RUNTIMES["llama.cpp"].adapters or in_16_bit
+    return kind in (*GGUF, "gguf") or (output.runtime == "llama.cpp" and with_adapters)
 
 
 def check(job: Conversion) -> None:

@@ -11,12 +11,10 @@ Shapes: weights (rows, columns), Hessians (columns, columns), all in float32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
-from finetune.forms.block_fields import BlockFields, Grid
-from finetune.forms.block_formats import BLOCK_FORMATS, BlockFormat, nearest, values
+from finetune.forms.codec import BlockFields, Codec, Grid
 
 DAMPING = 0.01
 """What is added to the diagonal of a Hessian, relative to its mean (section 3.3, step 3)."""
@@ -25,7 +23,7 @@ _COLUMNS = 128
 """Columns after which those to the right of them are corrected, with one product (section 3.3, step 2)."""
 
 
-def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
+def compensated(codec: Codec, weight: torch.Tensor, hessian: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     """Codes (uint8, the weight's shape) and fields of `weight`, for inputs x with the sum `hessian` of x x^T.
 
     A column that no input had is rounded by itself.
@@ -33,17 +31,17 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
     damped = _damped(hessian)
     importance = damped.diagonal().clone()
     factor = _inverse_factor(damped)
-    search = _FieldSearch(form, weight, importance)
-    weight, codes, single = weight.clone(), torch.empty_like(weight, dtype=torch.uint8), replace(form, group=1)
-    width = max(_COLUMNS, form.columns)
+    search = _FieldSearch(codec, weight, importance)
+    weight, codes = weight.clone(), torch.empty_like(weight, dtype=torch.uint8)
+    width = max(_COLUMNS, codec.blocks.columns)
     for start in range(0, weight.shape[1], width):
         part, own = weight[:, start : start + width], factor[start : start + width, start : start + width]
         errors = torch.empty_like(part)
         for column, grid in enumerate(search.grids(part, start)):
             wanted = part[:, column : column + 1]
-            code = nearest(single, wanted, grid)
+            code = codec.nearest(wanted, grid, group=1)
             codes[:, start + column] = code[:, 0]
-            error = (wanted - values(single, code, grid)) / own[column, column]
+            error = (wanted - codec.values(code, grid, group=1)) / own[column, column]
             errors[:, column] = error[:, 0]
             part[:, column + 1 :] -= error * own[column, column + 1 :]
         weight[:, start + width :] -= errors @ factor[start : start + width, start + width :]
@@ -53,26 +51,26 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
 class _FieldSearch:
     """The fields of each block, for the weights as they are when the sweep reaches it.
 
-    The factor of NVFP4 is that of a whole weight, so its fields are those of the weight as it was.
+    The fields of a form that needs the whole weight are those of the weight as it was.
     """
 
-    def __init__(self, form: BlockFormat, weight: torch.Tensor, importance: torch.Tensor) -> None:
-        self._form, self._importance, self._found = form, importance, list[BlockFields]()
-        self._whole = form.search(weight, importance) if form is BLOCK_FORMATS["nvfp4"] else None
+    def __init__(self, codec: Codec, weight: torch.Tensor, importance: torch.Tensor) -> None:
+        self._codec, self._importance, self._found = codec, importance, list[BlockFields]()
+        self._whole = codec.search(weight, importance) if codec.of_whole else None
 
     def grids(self, part: torch.Tensor, start: int) -> Iterator[Grid]:
         """The grid (rows, 1) of each column of `part`, whose first is `start`; `part` may change between two."""
-        form = self._form
-        for first in range(0, part.shape[1], form.columns):
+        codec, blocks = self._codec, self._codec.blocks
+        for first in range(0, part.shape[1], blocks.columns):
             if self._whole is None:
-                block = part[:, first : first + form.columns].contiguous()
-                important = self._importance[start + first : start + first + form.columns]
-                self._found.append(form.search(block, important))
-                grid, before = form.grid(self._found[-1]), 0
+                block = part[:, first : first + blocks.columns].contiguous()
+                important = self._importance[start + first : start + first + blocks.columns]
+                self._found.append(codec.search(block, important))
+                grid, before = codec.grid(self._found[-1]), 0
             else:
-                grid, before = form.grid(self._whole), start + first
-            for column in range(before, before + form.columns):
-                group = slice(column // form.group, column // form.group + 1)
+                grid, before = codec.grid(self._whole), start + first
+            for column in range(before, before + blocks.columns):
+                group = slice(column // blocks.group, column // blocks.group + 1)
                 yield Grid(grid.scales[:, group], None if grid.offsets is None else grid.offsets[:, group])
 
     def fields(self) -> BlockFields:

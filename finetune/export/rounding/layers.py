@@ -29,7 +29,7 @@ TOKENS_AT_ONCE = 2048
 
 
 class LayerRounding:
-    """The rounding of `model` (on the meta device, with buffers) to `forms` (keys of `packed.FORMS`, by weight).
+    """The rounding of `model` (on the meta device, with buffers) to `forms` (keys of FORMS, by weight).
 
     `weights` has its values; `rows` are token ids (rows, tokens); `folder` keeps what is rounded, layer by layer.
     """

@@ -10,9 +10,8 @@ import torch
 from finetune.errors import ArtifactError
 from finetune.export.rounding.compensated import compensated
 from finetune.export.rounding.inputs import InputSums, Key
-from finetune.forms import packed
-from finetune.forms.block_fields import BytesAndScales
-from finetune.forms.block_formats import BLOCK_FORMATS
+from finetune.forms import FORMS, packed
+from finetune.forms.codec import BytesAndScales
 
 TOKENS_PER_COLUMN = 1 / 8
 """Tokens for each column from which on errors are made up for.
@@ -45,7 +44,7 @@ def rounded(
         matrices = {key: _matrix(weights, key) for key in keys}
         columns = matrices[keys[0]].shape[-1]
         seen = min(inputs.tokens[key] for key in keys)
-        if seen >= TOKENS_PER_COLUMN * columns and columns % BLOCK_FORMATS[form].columns == 0:
+        if seen >= TOKENS_PER_COLUMN * columns and columns % FORMS[form].codec.blocks.columns == 0:
             made |= _apart(matrices, _compensated(form, matrices, inputs.sum(source)))
             corrected.update(keys)
         else:
@@ -62,11 +61,11 @@ def _together(
     groups: dict[tuple[Key, str, str], list[Key]] = {}
     for name, weight in weights.items():
         form, rows = forms[name], weight.shape[-2]
-        if inputs is None or form not in BLOCK_FORMATS:
+        if inputs is None:
             continue
         for key in _keys(name, weight):
             if source := inputs.source(key):
-                groups.setdefault((source, form, name if form == "fp8" and rows % 128 else ""), []).append(key)
+                groups.setdefault((source, form, name if rows % FORMS[form].codec.blocks.rows else ""), []).append(key)
     return groups
 
 
@@ -79,7 +78,8 @@ def _compensated(form: str, matrices: Mapping[Key, torch.Tensor], hessian: torch
         raise ArtifactError(
             f"the inputs of `{next(iter(matrices))[0]}` are not finite in the training rows; train again"
         )
-    return BLOCK_FORMATS[form].pack(*compensated(BLOCK_FORMATS[form], _joined(matrices).float(), hessian))
+    codec = FORMS[form].codec
+    return codec.pack(*compensated(codec, _joined(matrices).float(), hessian))
 
 
 def _apart(matrices: Mapping[Key, torch.Tensor], stored: BytesAndScales) -> dict[Key, BytesAndScales]:

@@ -9,7 +9,7 @@ import torch
 
 from finetune.export.rounding.layers import TOKENS_AT_ONCE
 from finetune.export.rounding.part_files import RoundedPart
-from finetune.forms import packed
+from finetune.forms import FORMS
 
 _FLOAT = torch.float32.itemsize
 # Layers whose input is what others of the same module computed; others of a module share one input.
@@ -42,7 +42,7 @@ def _of_part(model: Any, part: RoundedPart, rows: torch.Size, dtype: torch.dtype
         _FLOAT * size + max(3 * _FLOAT * columns**2, _FLOAT * columns**2 + (2 * _FLOAT + 1) * size)
         for (_, columns, _), size in joined.items()
     )
-    codes = sum(packed.FORMS[part.forms[name]].shapes(shape)[0].numel() for name, shape in shapes.items())
+    codes = sum(FORMS[part.forms[name]].codec.shapes(shape)[0].numel() for name, shape in shapes.items())
     heights = sum(shape[-2] for shape in shapes.values())
     computed = min(TOKENS_AT_ONCE, rows.numel()) * heights * dtype.itemsize
     return weights + max(sums + codes + max(rounding, computed), hidden + computed)

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from finetune.export.rounding.matrices import RoundedWeight
-from finetune.forms import packed
+from finetune.forms import FORMS, packed
 from finetune.model.recompute import checkpointing
 from finetune.model.structure import experts
 from finetune.storage import weight_files
@@ -94,11 +94,12 @@ class PartFiles:
             shape = self._model.get_parameter(name).shape
             if name in self.transposed:
                 shape = torch.Size((*shape[:-2], shape[-1], shape[-2]))
-            codes, scales = packed.FORMS[form].shapes(shape)
+            codec = FORMS[form].codec
+            codes, scales = codec.shapes(shape)
             matrices = shape[0] if len(shape) == 3 else 1
             tensors |= {
                 name: (torch.uint8, codes),
-                _scales_of(name): (packed.FORMS[form].scale_dtype, scales),
+                _scales_of(name): (codec.blocks.scale_dtype, scales),
                 f"{name}.compensated": (torch.bool, torch.Size([matrices])),
             }
         return weight_files.FileLayout(dict(sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)))

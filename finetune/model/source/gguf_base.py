@@ -24,6 +24,7 @@ import torch
 
 from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, FinetuneError, MachineError, first_line
+from finetune.forms import FORMS
 from finetune.model.source import file_hashes, gguf_families, gguf_names
 from finetune.runtime.stages import stage
 from finetune.storage import files, locks, private, weight_files
@@ -31,11 +32,8 @@ from finetune.storage import files, locks, private, weight_files
 METHOD = "gguf"
 """The `quant_method` of the folder's config.json, whose `modules_to_convert` has the form of each packed weight."""
 
-FORMS = {
-    **{name: name for name in ("q4_0", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")},
-    "gguf_mxfp4": "mxfp4",
-}
-"""Forms of packed weights (`packed.FORMS`) that are read from files, and the types that files name them by."""
+TYPES = {name.removeprefix("gguf_"): name for name, form in FORMS.items() if form.is_of_gguf}
+"""The form of packed weights that a matrix of a type in a file becomes."""
 
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
 """Byte-level tokenizers that split off each digit before they split text as GPT-2 does (src/llama-vocab.cpp)."""
@@ -539,8 +537,7 @@ class _File:
         self, name: str, shape: torch.Size, tensors: list[Any], rows: list[torch.Tensor]
     ) -> tuple[str, torch.dtype, torch.Size, Callable[[], torch.Tensor]]:
         kinds = sorted({tensor.tensor_type.name.lower() for tensor in tensors})
-        forms = {kind: form for form, kind in FORMS.items()}
-        if len(kinds) > 1 or kinds[0] not in (*_PLAIN, *forms):
+        if len(kinds) > 1 or kinds[0] not in (*_PLAIN, *TYPES):
             raise ArtifactError(
                 f"{self._file}: `{tensors[0].name}` is in {' and '.join(kinds)}, which no job keeps; use the model's "
                 "file in Q4_K_M or Q8_0, or its original in 16 bit"
@@ -548,7 +545,7 @@ class _File:
         [kind] = kinds
         if kind in _PLAIN:
             return name, _PLAIN[kind], shape, lambda: self._plain(name, shape, tensors, rows, _PLAIN[kind])
-        form = self._forms[name] = forms[kind]
+        form = self._forms[name] = TYPES[kind]
         stored = torch.Size((*self._as_stored(name, shape)[:-1], tensors[0].data.shape[-1]))
         return f"{name}_{form}", torch.uint8, stored, lambda: _in_order(tensors, rows, stored, torch.uint8)
 

@@ -38,6 +38,11 @@ def update_conversions(
     return updated
 
 
+def as_published(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of a float of 8 bits, which older versions read as the type of the values."""
+    return codes.to(torch.float8_e4m3fn) if codes.is_floating_point() and codes.itemsize > 1 else codes
+
+
 def give_types_of_values(model: Any) -> Any:
     """Let the state dict have packed weights in the type of their values; the handle of the hook.
 

@@ -1,82 +1,54 @@
-"""Quantization of frozen weights. A new kind is one entry in QUANTIZATIONS."""
+"""Quantization of frozen weights: the forms of `finetune.forms` that a base can be held in, and other kinds."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.config import QuantizationSection
+from finetune.forms import FORMS, LEAST_FIRST, Form
 
 
 @dataclass(frozen=True)
 class Quantization:
     """A kind of quantization with its arguments for BitsAndBytesConfig (None: another library's, or unquantized), and
-    the keys that it `ignores`.
-
-    `packed`: the weights are of a form of `packed.FORMS`, or by a recipe of `recipes.RECIPES` of several.
+    the keys that it `ignores`. `packed`: the weights are in forms that have a codec.
     """
 
     help: str
-    arguments: dict[str, Any] | None
-    four_bit: bool = False
+    arguments: Mapping[str, Any] | None = None
     packed: bool = False
-    ignores: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ("double",)
+
+    @property
+    def four_bit(self) -> bool:
+        return bool(self.arguments and self.arguments.get("load_in_4bit"))
+
+
+def _of(form: Form) -> Quantization:
+    ignores = () if form.arguments and "load_in_4bit" in form.arguments else ("double",)
+    return Quantization(form.held, form.arguments, packed=form.arguments is None, ignores=ignores)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 QUANTIZATIONS: dict[str, Quantization] = {
-    "nf4": Quantization(
-        "4-bit NormalFloat in blocks of 64", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, four_bit=True
-    ),
-    "fp4": Quantization(
-        "4-bit float in blocks of 64", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, four_bit=True
-    ),
-    # A threshold above 0 separates outlier columns in every forward pass. A frozen base under an adapter does not need
-    # that, and it makes the memory of a step depend on the data (arXiv 2208.07339, section 3.2).
-    "int8": Quantization(
-        "8-bit integers, one scale per row", {"load_in_8bit": True, "llm_int8_threshold": 0.0}, ignores=("double",)
-    ),
-    "mxfp4": Quantization(
-        "4-bit floats in blocks of 32 with a power of two as scale (OCP MX), as gpt-oss is published", None,
-        packed=True, ignores=("double",),
-    ),
-    "nvfp4": Quantization(
-        "4-bit floats in blocks of 16, each with a scale in 8 bits (NVIDIA), as compressed-tensors and ModelOpt write",
-        None, packed=True, ignores=("double",),
-    ),
-    "fp8": Quantization(
-        "8-bit floats in blocks of 128 x 128, as DeepSeek and Qwen's FP8 models are published", None,
-        packed=True, ignores=("double",),
-    ),
-    **{
-        kind: Quantization(f"{words}, as in a GGUF file of llama.cpp", None, packed=True, ignores=("double",))
-        for kind, words in (
-            ("q4_k_m", "4-bit integers with two levels of scales, and 6 bit in half of the layers"),
-            ("q5_k_m", "5-bit integers with two levels of scales, and 6 bit in half of the layers"),
-            ("q6_k", "6-bit integers with two levels of scales"),
-            ("q8_0", "8-bit integers in blocks of 32"),
-            ("q4_0", "4-bit integers in blocks of 32"),
-            ("iq4_xs", "4-bit codes of a table of values, with two levels of scales"),
-        )
-    },
-    "int4": Quantization(
-        "4-bit integers in blocks of 128, as compressed-tensors writes", None, packed=True, ignores=("double",)
-    ),
-    "gguf": Quantization(
-        "each weight as in the GGUF file that the base is", None, packed=True, ignores=("double",)
-    ),
+    **{name: _of(form) for name, form in FORMS.items() if form.held},
+    "gguf": Quantization("each weight as in the GGUF file that the base is", packed=True),
     "published": Quantization(
-        "as in the base's files: `mxfp4`, `nvfp4`, `fp8`, `gguf` or `none`", None, ignores=("double",)
+        f"as in the base's files: {_listed(name for name, form in FORMS.items() if form.published)}, `gguf` or `none`"
     ),
-    "none": Quantization("the training precision", None, ignores=("double",)),
+    "none": Quantization("the training precision"),
     "auto": Quantization(
-        "the form that the base is published in; else the first of `none`, `int8`, `fp8` and `nf4` with which the "
-        "forecast says that the job fits", None,
+        f"the form that the base is published in; else the first of {_listed(LEAST_FIRST[:-1])} and "
+        f"`{LEAST_FIRST[-1]}` with which the forecast says that the job fits",
+        ignores=(),
     ),
-}  # fmt: skip
-
-LEAST_FIRST = ("none", "int8", "fp8", "nf4")
-"""The kinds that `auto` chooses from, by the error of a normally distributed weight (0.8%, 2.6% and 9%)."""
+}
 
 
 def changes_to(kind: str) -> dict[str, Any]:
@@ -90,9 +62,7 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
 
     `published` is what config.json says of that form, which `quantization.kind: none` decodes (`prequantized.stated`).
     """
-    import transformers
-
-    from finetune.forms import packed
+    from transformers import BitsAndBytesConfig
 
     kind = QUANTIZATIONS[section.kind]
     if kind.packed or published:
@@ -100,15 +70,24 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
         form = given["quant_method"]
         # Arguments passed to transformers 5.23 replace what config.json says, even with None.
         kept = given.get("modules_to_not_convert")
-        known = packed.FORMS.get(form)
-        config = getattr(transformers, (known and known.config) or "FineGrainedFP8Config")
+        config = config_class(form)
         config = functools.partial(config, quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
         # transformers' config has no other place for the forms of single weights.
         return config(modules_to_convert=given["modules_to_convert"]) if form == "gguf" else config()
     if kind.arguments is None:
         return None
     if not kind.four_bit:
-        return transformers.BitsAndBytesConfig(**kind.arguments)
-    return transformers.BitsAndBytesConfig(
+        return BitsAndBytesConfig(**kind.arguments)
+    return BitsAndBytesConfig(
         **kind.arguments, bnb_4bit_use_double_quant=section.double, bnb_4bit_compute_dtype=compute_dtype
     )
+
+
+def config_class(form: str) -> Any:
+    """transformers' class for the config of a packed form: its own if it has one, else that of FP8."""
+    from transformers import FineGrainedFP8Config
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    known = FORMS.get(form)
+    of_library = known is not None and known.module and known.codec.files.of_library
+    return AUTO_QUANTIZATION_CONFIG_MAPPING[form] if of_library else FineGrainedFP8Config

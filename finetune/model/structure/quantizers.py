@@ -27,16 +27,23 @@ from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from finetune.config.field_types import shown
 from finetune.errors import ArtifactError
-from finetune.forms import packed
-from finetune.forms.block_formats import BLOCK_FORMATS
+from finetune.forms import FORMS, Form, packed
 from finetune.model.source import gguf_base
-from finetune.model.structure import composite, eight_bit, experts, linear_layers, older_loading, recipes, sequence_head
+from finetune.model.structure import (
+    composite,
+    eight_bit,
+    experts,
+    linear_layers,
+    older_loading,
+    quantization,
+    recipes,
+    sequence_head,
+)
 from finetune.runtime import libraries, patches
 from finetune.storage import weight_files
 
@@ -51,7 +58,8 @@ def used() -> Iterator[None]:
         name: type(kind.__name__, (kind,), {"failures": failures}) if issubclass(kind, _Packed) else kind
         for name, kind in _QUANTIZERS.items()
     }
-    others = {name: FineGrainedFP8Config for name, kind in _QUANTIZERS.items() if issubclass(kind, _Own)}
+    packed_kinds = [name for name, kind in _QUANTIZERS.items() if issubclass(kind, _Packed)]
+    others = {name: quantization.config_class(name) for name in packed_kinds}
     configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **others}
     with patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **known}), patches.QUANTIZATION_CONFIGS.by(configs):
         try:
@@ -78,6 +86,11 @@ def packed_names(model: Any, config: Any, published: Any = None) -> set[str]:
     return set(quantizer.forms(model)) if isinstance(quantizer, _Packed) else set()
 
 
+def packable(model: Any) -> Iterator[str]:
+    """The name of each weight that could be packed if blocks divided its rows."""
+    return (name for name, _, _ in _quantizer(FineGrainedFP8Config(), None).targets(model))
+
+
 def undivided(model: Any, block: int) -> Iterator[tuple[str, int]]:
     """Name and number of inputs of each layer that could be packed if blocks of this size divided its inputs."""
     for name, module, own in _quantizer(FineGrainedFP8Config(), None).targets(model):
@@ -88,16 +101,17 @@ def undivided(model: Any, block: int) -> Iterator[tuple[str, int]]:
 def without_place(model: Any, form: str, stored: Collection[str] = ()) -> str | None:
     """In words, why safetensors files have no place for weights of `model` in a form; None if they have.
 
-    Those of gpt-oss have one for experts that the model reads transposed, in MXFP4. `stored`: the names of the tensors
-    in the base's files, as far as they are known.
+    Some forms have one for experts that gpt-oss reads transposed. `stored`: the names of the tensors in the base's
+    files, as far as they are known.
     """
+    files = FORMS[form].codec.files
     if any(isinstance(module, Conv1D) for module in model.modules()):
         return "has layers that hold their weights transposed, as GPT-2's do"
     on_experts = list(experts.weights(model))
     if any(_is_transposed(module) for _, module, _ in on_experts):
-        known = form == "mxfp4" and model.config.get_text_config().model_type == "gpt_oss"
-        return None if known else "has experts that it reads transposed"
-    if form != "fp8" and any(not _is_taken_apart(model, name, stored) for name, _, _ in on_experts):
+        known = model.config.get_text_config().model_type == "gpt_oss"
+        return None if known and files.of_experts else "has experts that it reads transposed"
+    if not files.experts_in_one and any(not _is_taken_apart(model, name, stored) for name, _, _ in on_experts):
         return "has all experts of a layer in one tensor of its files"
     return None
 
@@ -199,6 +213,7 @@ class _Packed:
     quantization_config: Any
     serialized_names: ClassVar[dict[str, list[str]]]
     failures: ClassVar[list[ArtifactError]] = []
+    experts_alone = False
     _files: list[Path]
 
     def validate_environment(self, **named: Any) -> None:
@@ -217,12 +232,13 @@ class _Packed:
         config, kept = self.quantization_config, kept_modules(model)
         if config.dequantize:
             return
+        experts_alone = self.pre_quantized and self.experts_alone
         if self.pre_quantized:
-            if self.form != "mxfp4":
+            if not experts_alone:
                 FineGrainedFP8HfQuantizer._normalize_modules_to_not_convert(self, model)  # noqa: SLF001
             skipped = _resolved(config.modules_to_not_convert or (), [name for name, _ in model.named_modules()])
             kept += Bnb4BitHfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)  # noqa: SLF001
-        if not (self.pre_quantized and self.form == "mxfp4"):  # gpt-oss is published with experts alone in MXFP4
+        if not experts_alone:
             for name, module in list(model.named_modules()):
                 if type(module) in (torch.nn.Linear, Conv1D) and should_convert_module(name, kept):
                     yield f"{name}.weight", module, "weight"
@@ -281,18 +297,6 @@ class _Packed:
         return updated
 
 
-class _Mxfp4(_Packed, Mxfp4HfQuantizer):
-    form = "mxfp4"
-    serialized_names: ClassVar = {
-        name: [f"{name}_blocks", f"{name}_scales"] for name in ("gate_up_proj", "down_proj")
-    }  # the same as in transformers 5.23
-
-
-class _Fp8(_Packed, FineGrainedFP8HfQuantizer):
-    form = "fp8"
-    serialized_names: ClassVar = {"weight": ["weight", "weight_scale_inv", "activation_scale"]}  # likewise
-
-
 class _Own(_Packed, HfQuantizer):
     """A quantizer of this program alone."""
 
@@ -304,21 +308,29 @@ class _Own(_Packed, HfQuantizer):
         return False
 
 
-class _Nvfp4(_Own):  # transformers' own (5.23) loads no published weights
-    form = "nvfp4"
-    serialized_names: ClassVar = {
-        "weight": ["weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale"]
-    }
-
-
-class _Int4(_Own):
-    form = "int4"
+class _Whole(_Own):
+    """Packs weights whose rows blocks divide, into a form that bases are not published in."""
 
     def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
-        """Those with rows that blocks divide."""
         for name, module, own in super().targets(model):
-            if _columns(module, own) % BLOCK_FORMATS[self.form].columns == 0:
+            if _columns(module, own) % FORMS[self.form].codec.blocks.columns == 0:
                 yield name, module, own
+
+
+def _of_form(form: Form) -> Any:
+    """The quantizer of a form that all packed weights have: transformers' own extended, if it has one."""
+    files = form.codec.files
+    if not files.layouts:
+        return type(f"_{form.name}", (_Whole,), {"form": form.name})
+    parameters, plain = (("gate_up_proj", "down_proj"), ()) if files.experts_alone else (("weight",), ("",))
+    endings = dict.fromkeys((*plain, *(ending for layout in files.layouts for ending in layout.endings)))
+    fields = {
+        "form": form.name,
+        "experts_alone": files.experts_alone,
+        "serialized_names": {one: [*(one + ending for ending in endings), *files.beside] for one in parameters},
+    }
+    bases = (_Packed, auto.AUTO_QUANTIZER_MAPPING[form.name]) if files.of_library else (_Own,)
+    return type(f"_{form.name}", bases, fields)
 
 
 class _Mixed(_Own):
@@ -350,7 +362,7 @@ class _Gguf(_Mixed):
 
     form = "gguf"
     serialized_names: ClassVar = {
-        name: [name, *(f"{name}_{form}" for form in gguf_base.FORMS)]
+        name: [name, *(f"{name}_{form}" for form in gguf_base.TYPES.values())]
         for name in ("weight", "gate_up_proj", "down_proj")
     }
 
@@ -358,7 +370,7 @@ class _Gguf(_Mixed):
         return recipes.of_modules(model) or dict(self.quantization_config.modules_to_convert)
 
     def published_forms(self) -> Iterable[str]:
-        return gguf_base.FORMS
+        return gguf_base.TYPES.values()
 
 
 _MATCHING_SECONDS = 10
@@ -483,8 +495,8 @@ class _Keep(ConversionOps):
         codes, scales = dict[str, Any](), dict[str, Any]()
         for name, one in parts.items():
             codes[name], *factors = (given[part] for part in one.names)
-            if older_loading.IS_OLDER and one.form == "fp8":
-                codes[name] = [code.to(torch.float8_e4m3fn) for code in codes[name]]  # read as the type of the values
+            if older_loading.IS_OLDER:
+                codes[name] = [older_loading.as_published(code) for code in codes[name]]
             scales[name] = [one.scales(*each) for each in zip(codes[name], *factors, strict=True)]
         (stored,), (joined,) = (self._after(part, full_layer_name, model, named).values() for part in (codes, scales))
         dtype = wanted.dtype if wanted else parameter.dtype
@@ -502,10 +514,10 @@ class _Keep(ConversionOps):
 _QUANTIZERS: dict[str, Any] = {
     "bitsandbytes_4bit": _FourBit,
     "bitsandbytes_8bit": _EightBit,
-    "mxfp4": _Mxfp4,
-    "fp8": _Fp8,
-    "nvfp4": _Nvfp4,
-    "int4": _Int4,
-    **dict.fromkeys(recipes.RECIPES, _Mixed),
+    **{
+        name: _Mixed if form.recipe else _of_form(form)
+        for name, form in FORMS.items()
+        if form.held and form.arguments is None
+    },
     "gguf": _Gguf,
 }

@@ -1,4 +1,4 @@
-"""Recipes: the form of each weight in a file of llama.cpp, whose types are mixed. A new one is one entry in RECIPES.
+"""Recipes: the form of each weight in a file of llama.cpp, whose types are mixed.
 
 The rules are those of `llama-quantize` without an importance matrix (src/llama-quant.cpp of b10605). Training, which
 holds a base in the forms of the file, and the writer of GGUF files ask the same function, by names of either.
@@ -8,39 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from finetune.forms import FORMS, Recipe
 from finetune.model.source import gguf_families
 from finetune.model.structure import experts
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """The forms of a file: `main` of most matrices, `head` of the output head and of an embedding that is tied to it.
-
-    `more_bits`: about half of the layers have some matrices in `head`'s form.
-    """
-
-    main: str
-    head: str
-    more_bits: bool = False
-
-
-RECIPES: dict[str, Recipe] = {
-    "q4_k_m": Recipe("q4_k", "q6_k", more_bits=True),
-    "q5_k_m": Recipe("q5_k", "q6_k", more_bits=True),
-    "q6_k": Recipe("q6_k", "q6_k"),
-    "q8_0": Recipe("q8_0", "q8_0"),
-    "q4_0": Recipe("q4_0", "q6_k"),
-    "iq4_xs": Recipe("iq4_xs", "q6_k"),
-}
-
-FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
-"""The form, in blocks of 32, that replaces one in blocks of 256 where these do not divide rows."""
+RECIPES: dict[str, Recipe] = {name: form.recipe for name, form in FORMS.items() if form.recipe}
 
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 """llama.cpp's names of the output head and of the embedding."""
@@ -97,10 +74,10 @@ def _grouped(text: Any) -> int:
 
 
 def form_of(name: str, columns: int, kind: str, text: Any) -> str | None:
-    """The form (a key of `packed.FORMS`) of a matrix with rows of `columns`; as `wanted`, or what replaces it."""
+    """The form (a key of FORMS) of a matrix with rows of `columns`; as `wanted`, or what replaces it."""
     first = wanted(name, kind, text)
-    for form in (first, FALLBACKS.get(first or "")):
-        if form and columns % (256 if form in FALLBACKS else 32) == 0:
+    for form in (first, FORMS[first].codec.gguf.fallback) if first else ():
+        if form and columns % FORMS[form].codec.blocks.columns == 0:
             return form
     return None
 
