@@ -11,6 +11,7 @@ from finetune.data import prepare, sources
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, FinetuneError, ForecastError, OutOfMemoryError
 from finetune.export import publish
+from finetune.forecast.forecaster import attention
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.levers import Lever
 from finetune.forecast.plan import Fitted
@@ -27,7 +28,7 @@ from finetune.report import words
 from finetune.resolve import earlier
 from finetune.resolve.job import Job, Step, Stop
 from finetune.resolve.machine import Machine, NamedMachine
-from finetune.resolve.planner import Planner, attention
+from finetune.resolve.planner import Planner
 from finetune.runtime import libraries, ranks
 from finetune.runtime.stages import stage
 from finetune.storage.rundir import RunDirectory

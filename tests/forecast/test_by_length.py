@@ -12,6 +12,7 @@ import pytest
 from forecasts import MIB
 from jobs import write_rows
 
+from finetune import resolve
 from finetune.config import Config
 from finetune.data.batching import LargestBatch
 from finetune.forecast.job_forecast import Forecast, with_shorter
@@ -151,7 +152,7 @@ def test_each_reach_of_a_small_model_fits_and_the_next_length_does_not(
         assert fits == [True, False], each
     settled, chosen = planner.resolve()
     assert (settled, chosen.forecast) == (config, found)
-    monkeypatch.setattr(planning, "_free_planner", lambda *given: planner)
+    monkeypatch.setattr(planning, "_free", lambda *given: resolve.Job(planner.job, planner.job, planner=planner))
     written = planning.fit(planner.job)
     assert (written.config, written.forecast) == (config, fitted.forecast), "its config says it for all lengths"
 

@@ -19,7 +19,7 @@ from finetune.choices import load_config
 from finetune.config import Config
 from finetune.data.batching import LargestBatch
 from finetune.forecast import cache as kept
-from finetune.forecast import devices, job_forecast
+from finetune.forecast import devices, forecaster, job_forecast
 from finetune.forecast.cache import Kept
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.trace import Trace
@@ -46,7 +46,7 @@ def trace() -> Trace:
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The settings that were traced."""
     settings: list[Any] = []
-    monkeypatch.setattr(planning, "trace_step", lambda setting, *models: settings.append(setting) or trace())
+    monkeypatch.setattr(forecaster, "trace_step", lambda setting, *models: settings.append(setting) or trace())
     return settings
 
 

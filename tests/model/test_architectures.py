@@ -300,7 +300,7 @@ def test_what_cannot_be_trained_is_refused_before_data_and_weights(
         finetune.train(config)
     assert refused.value.exit_code == 2
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr(planning, "_data", lambda *args: None)
+    monkeypatch.setattr("finetune.resolve.steps._at_hand", lambda *args: None)
     with pytest.raises(FinetuneError, match=said) as refused:
         planning.plan(config, "cpu")
     assert refused.value.exit_code == 2
