@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config import Config
 from finetune.data.prepare import Prepared
-from finetune.forecast.job_forecast import Forecast
-from finetune.forecast.plan import Fitted
 from finetune.resolve.machine import Machine, ThisMachine
-from finetune.resolve.planner import Planner
 from finetune.storage.rundir import RunDirectory
+
+if TYPE_CHECKING:  # a look at the data imports no forecast
+    from finetune.forecast.job_forecast import Forecast
+    from finetune.forecast.plan import Fitted
+    from finetune.resolve.planner import Planner
 
 Stop = Literal["form", "base", "machine", "kernels", "weights", "memory"]
 """What a resolution settles last: the form of the base that is served, what else the base allows, precision and rate,

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from finetune.config import MemorySection
-from finetune.forecast import devices
-from finetune.forecast.devices import Device
 from finetune.model import precision
 from finetune.model.precision import Arithmetic
 from finetune.runtime import ranks
 from finetune.runtime.device import this_device
+
+if TYPE_CHECKING:  # a look at the data imports no forecast
+    from finetune.forecast.devices import Device
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class ThisMachine:
         return ranks.gathered(precision.of_device(self.device))
 
     def card(self, memory: MemorySection) -> Device:
+        """The device as a forecast takes it, with the memory that is free now."""
+        from finetune.forecast import devices
+
         return devices.here(self.device, memory)
 
 
@@ -59,7 +63,9 @@ class NamedMachine:
         return [self.device.arithmetic]
 
     def card(self, memory: MemorySection) -> Device:
-        # For a CPU again, as this process may have come to hold more.
+        """The device; a CPU as it is now, since this process may have come to hold more."""
+        from finetune.forecast import devices
+
         return devices.find("cpu", memory) if self.device.type == "cpu" else self.device
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from finetune.config import Config, loaded
 from finetune.data import prepare, sources
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, FinetuneError, ForecastError, OutOfMemoryError
-from finetune.export import publish
-from finetune.forecast.forecaster import attention
-from finetune.forecast.job_forecast import Forecast
-from finetune.forecast.levers import Lever
-from finetune.forecast.plan import Fitted
 from finetune.model import bounds, precision, served
 from finetune.model.base import load_architecture
 from finetune.model.build import blueprint
@@ -28,7 +24,6 @@ from finetune.report import words
 from finetune.resolve import earlier
 from finetune.resolve.job import Job, Step, Stop
 from finetune.resolve.machine import Machine, NamedMachine
-from finetune.resolve.planner import Planner
 from finetune.runtime import libraries, ranks
 from finetune.runtime.stages import stage
 from finetune.storage.rundir import RunDirectory
@@ -36,6 +31,12 @@ from finetune.training import learning_rate as rates
 from finetune.training import reference_scores
 from finetune.training.checks import check
 from finetune.training.oom_retry import named
+
+if TYPE_CHECKING:  # a look at the data imports no forecast
+    from finetune.forecast.job_forecast import Forecast
+    from finetune.forecast.levers import Lever
+    from finetune.forecast.plan import Fitted
+    from finetune.resolve.planner import Planner
 
 PATHS = ("model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "adapter.start_from",
          "output.dir")  # fmt: skip
@@ -127,6 +128,9 @@ def data(job: Job) -> Job:
     """
     if not isinstance(job.machine, NamedMachine):
         return job
+    from finetune.export import publish
+    from finetune.forecast.forecaster import attention
+
     config, base = job.config, job.architecture
     context.check(base, config.distributed.context)
     adapter = config.adapter
@@ -222,6 +226,8 @@ def memory(job: Job) -> Job:
 
 def _planner(job: Job) -> Planner:
     """The planner of a job, for the device as it is now."""
+    from finetune.resolve.planner import Planner
+
     card = job.machine.card(job.config.memory)
     card = card.without(job.kernels_off) if job.machine.trains else card
     return Planner(job.config, job.architecture, card, job.data, job.machine.gpus)
