@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from finetune.config import Config, DataSection, Source, entries, named
 from finetune.config.field_types import GIVEN, unknown
-from finetune.data import chat, formats, in_memory, labelled, sources, vision
+from finetune.data import chat, formats, in_memory, labelled, sources
 from finetune.data.counts import Counts
 from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, MEDIA, MEDIA_SIZES, TEACHER, RowLayout, Segment, columns
 from finetune.data.examples import Chat, Completion, Content, Example, Several, Unusable, media_in, parts
@@ -23,7 +23,6 @@ from finetune.data.rows import RowTable
 from finetune.data.sources import Row
 from finetune.data.splits import SplitUse
 from finetune.errors import ArtifactError, ConfigError, DataError
-from finetune.model.base import load_architecture
 
 ROWS_TO_JUDGE = 10
 """Fewest different held-out rows whose loss chooses an adapter; that of fewer depends more on the rows than on it."""
@@ -89,6 +88,9 @@ def media_of(config: Config, tokenizer: Any, architecture: Any = None) -> Media:
     """
     if config.model.vision == "none":
         return TEXT_ALONE
+    from finetune.data import vision  # imports torch, which rows of text do not need
+    from finetune.model.base import load_architecture
+
     return vision.of(config, architecture or load_architecture(config.model), tokenizer)
 
 

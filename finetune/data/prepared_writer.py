@@ -198,7 +198,8 @@ class Preparation:
             with located(read.row):
                 if isinstance(row, RowError):
                     raise row
-                self.media.check_tokens(row.input_ids, row.media)
+                if self.media:
+                    self.media.check_tokens(row.input_ids, row.media)
         except DataError as error:
             return error
         return row
