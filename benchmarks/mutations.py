@@ -49,7 +49,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
         {
             "finetune.data.splits": "of_files names_one chosen holds_out kind_of _matching _by_names _saved "
             "_described",
-            "finetune.data.columnar": "rows _values _holds_values as_written",
+            "finetune.data.columnar": "rows _holds_values as_written",
         },
         ["data/test_splits.py", "data/test_containers.py", "data/test_sources.py", "data/test_lost_rows.py"],
     ),
@@ -63,7 +63,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     ),
     "masks": (
         {
-            "finetune.data.tokenizing": "answered _step _tokenized _runs",
+            "finetune.data.tokenizing": "answered _tokenized _runs",
             "finetune.data.chat": "heads is_empty trained_turns _encoding "
             "_segment _closed _end _tokens _chat",
             "finetune.data.encoded": "Encoded.trained Segment.trained Segment.cut",

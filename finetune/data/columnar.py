@@ -29,7 +29,9 @@ def rows(table: Any, location: str) -> list[dict[str, Any]]:
     for name in table.schema.names:
         column = table.column(name)
         try:
-            columns[name] = _values(column)
+            values = column.to_pylist(maps_as_pydicts="strict")
+            nested = _holds_values(column.type)
+            columns[name] = [as_written(value, column.type) for value in values] if nested else values
         except JsonError as error:
             raise DataError(f"{location}: the column `{name}`, here or shortly after: {error}") from None
         except (ArithmeticError, LookupError, ValueError) as error:
@@ -43,11 +45,6 @@ def rows(table: Any, location: str) -> list[dict[str, Any]]:
     if not columns:  # possible in a damaged file; the number of rows must still be right
         return [{} for _ in range(table.num_rows)]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _values(column: Any) -> list[Any]:
-    values = column.to_pylist(maps_as_pydicts="strict")
-    return [as_written(value, column.type) for value in values] if _holds_values(column.type) else values
 
 
 def _holds_values(kind: Any) -> bool:

@@ -156,12 +156,12 @@ def shown(prompt: Chat | Completion) -> str:
     names = (Path(image.path).name or f"image {image.digest[:8]}" for image in prompt.images)
     if [message["role"] for message in prompt.messages] == ["user"]:
         return _written(prompt.messages[0], names)
-    return "\n".join(f"{message['role']}: {_said(message, names)}" for message in prompt.messages)
-
-
-def _said(message: Message, names: Iterator[str]) -> str:
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
-    return "\n".join([*([_written(message, names)] if message["content"] or not calls else []), *calls])
+    turns = []
+    for message in prompt.messages:
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+        text = [_written(message, names)] if message["content"] or not calls else []
+        turns.append(f"{message['role']}: " + "\n".join([*text, *calls]))
+    return "\n".join(turns)
 
 
 def _written(message: Message, names: Iterator[str]) -> str:

@@ -165,7 +165,14 @@ def _plain(value: Any, where: str, within: tuple[int, ...]) -> Any:
         raise RowError(f"`{where[:100]}…` is nested more than {_DEEPEST} deep; leave it out")
     inside = (*within, id(value))
     if isinstance(value, Mapping):
-        return _mapping(value, where, inside)
+        kept: dict[str, Any] = {}
+        for key, one in _items(value, f"`{where}`").items():
+            if not isinstance(key, (str, int, float, type(None))):
+                raise RowError(f"`{where}`: the name of a field must be text, not {kind_of(key)}")
+            kept[key if isinstance(key, str) else json.dumps(key)] = _plain(one, f"{where}.{key}", inside)
+        if len(kept) < len(value):
+            raise RowError(f"`{where}` has two fields of one name: names are text")
+        return kept
     if type(value) in (list, tuple):
         return _list(value, where, inside)
     if getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist"):  # an array of NumPy, as pandas makes of a list
@@ -186,15 +193,6 @@ def _copied(value: Any, where: str) -> Any:
         ) from None
 
 
-def _mapping(value: Mapping[Any, Any], where: str, within: tuple[int, ...]) -> dict[str, Any]:
-    kept = {
-        _name(key, where): _plain(one, f"{where}.{key}", within) for key, one in _items(value, f"`{where}`").items()
-    }
-    if len(kept) < len(value):
-        raise RowError(f"`{where}` has two fields of one name: names are text")
-    return kept
-
-
 def _list(value: Sequence[Any], where: str, within: tuple[int, ...]) -> list[Any]:
     if all(type(one) is str or (type(one) is int and -(2**63) <= one < 2**63) for one in value):
         return list(value)  # fast for a list of a million ids
@@ -206,12 +204,6 @@ def _items(value: Mapping[Any, Any], where: str) -> dict[Any, Any]:
         return dict(value)
     except Exception as error:  # a user's own mapping may raise anything
         raise RowError(f"{where} cannot be read ({type(error).__name__}: {error})") from None
-
-
-def _name(key: Any, where: str) -> str:
-    if not isinstance(key, (str, int, float, type(None))):
-        raise RowError(f"`{where}`: the name of a field must be text, not {kind_of(key)}")
-    return key if isinstance(key, str) else json.dumps(key)
 
 
 def _described(value: Any) -> Any:

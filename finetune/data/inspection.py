@@ -183,22 +183,18 @@ def facts(prepared: Prepared, tokenizer: Any) -> DataFacts:
 
 def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tuple[Sample, ...]:
     """The segments of the first training rows, with at most `most` tokens of each. A mismatched one is not trained."""
-    names = prepared.layout.segments or ("",)
-    return tuple(
-        _with_images(
-            _sample(
-                _place(row) + (f", {name}" if name else ""),
-                Segment(segment.input_ids, [IGNORE] * len(segment.labels)) if name == MISMATCHED else segment,
-                tokenizer,
-                most,
-                prepared.media,
-            ),
-            row,
-            prepared.media,
-        )
-        for row in itertools.islice(prepared.train, _SHOWN_ROWS)
-        for name, segment in zip(names, segments_of(row), strict=True)
-    )
+    samples = []
+    for row in itertools.islice(prepared.train, _SHOWN_ROWS):
+        place, label = str(row["place"]), row.get(DESIRABLE)
+        if label is not None:
+            place += " (desirable)" if label else " (undesirable)"
+        for name, segment in zip(prepared.layout.segments or ("",), segments_of(row), strict=True):
+            if name == MISMATCHED:
+                segment = Segment(segment.input_ids, [IGNORE] * len(segment.labels))
+            where = f"{place}, {name}" if name else place
+            sample = _sample(where, segment, tokenizer, most, prepared.media)
+            samples.append(_with_images(sample, row, prepared.media))
+    return tuple(samples)
 
 
 def _with_images(sample: Sample, row: Mapping[str, Any], media: Media) -> Sample:
@@ -215,12 +211,6 @@ def _with_images(sample: Sample, row: Mapping[str, Any], media: Media) -> Sample
         for image in shown[:_SHOWN_IMAGES]
     )  # fmt: skip
     return replace(sample, images=first, images_shown=len(shown))
-
-
-def _place(row: dict[str, Any]) -> str:
-    """The location of a row, with the label of an answer that has one."""
-    label = row.get(DESIRABLE)
-    return str(row["place"]) + ("" if label is None else " (desirable)" if label else " (undesirable)")
 
 
 def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat | None:

@@ -95,7 +95,7 @@ def media_of(config: Config, tokenizer: Any, architecture: Any = None) -> Media:
 
 
 def prepare(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> Prepared:
-    """Read, format, tokenize and mask both splits, or load them from the cache (see `cache`).
+    """Read, format, tokenize and mask the training and the evaluation rows, or load them from the cache (see `cache`).
 
     Rows with images are refused unless they are among the job's `media`.
     Raises DataError for rows that cannot be read (file:line and field, up to 20), if nothing is left to train, or if
@@ -105,7 +105,7 @@ def prepare(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> 
     check_columns(section)
     preparation = Preparation(section, tokenizer, media)
     problems = Problems()
-    train_rows, eval_rows = _splits(preparation, problems)
+    train_rows, eval_rows = _train_and_held_out(preparation, problems)
     train, train_counts = preparation.prepared("train", train_rows, problems)
     where = f"`data.train` ({named(section.train)})"
     if not train_counts.rows:
@@ -116,7 +116,18 @@ def prepare(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> 
             if train_counts.dropped
             else f"{where} has no rows"
         )
-    held_out, eval_counts, warning = (None, None, None) if eval_rows is None else _held_out_if_any(preparation)
+    held_out, eval_counts, warning = None, None, None
+    if eval_rows is not None:
+        try:
+            held_out, eval_counts = _held_out(preparation)
+        except (_NothingHeldOut, OnePrompt) as error:
+            if section.eval != "auto":
+                raise
+            one_prompt = (
+                "the rows that `data.eval: auto` holds out answer one prompt, and are not trained either; set "
+                "`data.eval_share` to hold out more, or `data.eval: none` to train them"
+            )
+            warning = f"none: {one_prompt if isinstance(error, OnePrompt) else error}"
     if eval_counts and eval_counts.segments.keys() != train_counts.segments.keys():
         raise DataError(f"{where} and `data.eval` ({named(section.eval)}) have rows of different segments")
     if not _teaches(train, tokenizer, scored=section.loss_on == "end"):
@@ -168,8 +179,14 @@ def _rows_of(source: str, rows: RowTable | None) -> int:
 
 def check_ids(data: Prepared, tokenizer: Any, size: int | None, base: str) -> None:
     """Raise ArtifactError if a row has a token id beyond the `size` embeddings of `base`."""
+    import pyarrow.compute
+
     for rows in (data.train, data.eval):
-        if size is None or rows is None or _largest_id(rows) < size:
+        if size is None or rows is None:
+            continue
+        # About a second for 10^9 memory-mapped tokens.
+        ids = rows.table.column("input_ids").chunks
+        if max((pyarrow.compute.max(chunk.flatten()).as_py() or 0 for chunk in ids), default=0) < size:
             continue
         row = next(row for row in rows if max(row["input_ids"], default=0) >= size)
         token = next(id for id in row["input_ids"] if id >= size)
@@ -178,14 +195,6 @@ def check_ids(data: Prepared, tokenizer: Any, size: int | None, base: str) -> No
             f"`{base}` has embeddings for; set `model.tokenizer` to the one the base was trained with, or choose "
             "another `data.chat_template`"
         )
-
-
-def _largest_id(rows: RowTable) -> int:
-    """The largest token id of all rows; takes about a second for 10^9 memory-mapped tokens."""
-    import pyarrow.compute
-
-    ids = rows.table.column("input_ids").chunks
-    return max((pyarrow.compute.max(chunk.flatten()).as_py() or 0 for chunk in ids), default=0)
 
 
 def prepare_held_out(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> tuple[Any, Counts]:
@@ -204,8 +213,17 @@ def _first_held_out(
 
     With a base that sees, rows with images and without take half of the places each, if there are as many.
     """
+    examples = _held_out_examples(section, tokenizer, media)
+    if media:
+        shown: list[tuple[Row, Content]] = []
+        of_text: list[tuple[Row, Content]] = []
+        for row, content in itertools.islice(examples, _TRIED_ROWS):
+            (shown if _shows(content) else of_text).append((row, content))
+        examples = iter([*shown[: rows // 2], *of_text, *shown[rows // 2 :]])
+    else:
+        examples = itertools.islice(examples, rows)
     segments: list[Segment] = []
-    for row, content in _to_compare(section, tokenizer, rows, media):
+    for row, content in examples:
         with located(row):
             content = media.measured(content, row.folder)
             segment = chat.encode(content, tokenizer, section.loss_on, section.control_tokens).segments[0]
@@ -220,18 +238,7 @@ def _first_held_out(
     return segments
 
 
-def _to_compare(section: DataSection, tokenizer: Any, rows: int, media: Media) -> Iterable[tuple[Row, Content]]:
-    examples = _held_out_examples(section, tokenizer, media)
-    if not media:
-        return itertools.islice(examples, rows)
-    shown: list[tuple[Row, Content]] = []
-    of_text: list[tuple[Row, Content]] = []
-    for row, content in itertools.islice(examples, _TRIED_ROWS):
-        (shown if _shows_images(content) else of_text).append((row, content))
-    return [*shown[: rows // 2], *of_text, *shown[rows // 2 :]]
-
-
-def _shows_images(content: Content) -> bool:
+def _shows(content: Content) -> bool:
     return any(map(media_in, parts(content)))
 
 
@@ -272,7 +279,7 @@ def is_here(section: DataSection) -> bool:
 
 def holds_out(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> bool:
     """Whether any row is held out."""
-    _, rows = _splits(Preparation(section, tokenizer, media), Problems())
+    _, rows = _train_and_held_out(Preparation(section, tokenizer, media), Problems())
     return next(iter(rows or ()), None) is not None
 
 
@@ -291,25 +298,22 @@ def questions(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -
     are labelled undesirable are left out, and without `media` conversations with images.
     """
     for row, content in _held_out_examples(section, tokenizer, media):
-        if _shows_images(content):
+        if _shows(content):
             if not media:
                 continue
             with located(row):
                 content = media.measured(content, row.folder)
-        example = _answered(content)
+        example: Example | None
+        if isinstance(content, Several):  # the answer to prefer, if the row has one
+            example = content.segments.get(ANSWER if content.values.get(DESIRABLE) else "chosen")
+        else:
+            example = content
         match example:
             case Chat([*asked, {"role": "assistant", "content": reference, **rest}], context, tools=None) if asked:
                 if reference.strip() and not rest.get("tool_calls") and len(asked) not in context:
                     yield Question(row, Chat(asked, images=example.images), reference)
             case Completion(text, reference) if text and reference.strip():
                 yield Question(row, replace(example, completion=""), reference)
-
-
-def _answered(content: Content) -> Example | None:
-    """The example of a row that ends with the answer to prefer, if any does."""
-    if not isinstance(content, Several):
-        return content
-    return content.segments.get(ANSWER if content.values.get(DESIRABLE) else "chosen")
 
 
 def _held_out_examples(
@@ -322,13 +326,13 @@ def _held_out_examples(
 
 def held_out_rows(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> Iterator[Row]:
     """The held-out rows as read from the source; the training rows if nothing is held out."""
-    train_rows, eval_rows = _splits(Preparation(section, tokenizer, media), Problems())
+    train_rows, eval_rows = _train_and_held_out(Preparation(section, tokenizer, media), Problems())
     held_out = iter(eval_rows or ())
     first = next(held_out, None)
     yield from train_rows if first is None else itertools.chain([first], held_out)
 
 
-def _splits(preparation: Preparation, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] | None]:
+def _train_and_held_out(preparation: Preparation, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] | None]:
     """Training and held-out rows; problems with either are added to `problems` and raised after the last row."""
     section = preparation.section
     train = sources.rows(section.train, "train", problems, section.encoding)
@@ -398,7 +402,7 @@ class _NothingHeldOut(DataError):
 
 def _held_out(preparation: Preparation) -> tuple[Any, Counts]:
     section, problems = preparation.section, Problems()
-    _, rows = _splits(preparation, problems)
+    _, rows = _train_and_held_out(preparation, problems)
     if rows is None:
         raise DataError("there are no held-out rows, because `data.eval` is `none`")
     held_out, counts = preparation.prepared("eval", rows, problems)
@@ -408,20 +412,6 @@ def _held_out(preparation: Preparation) -> tuple[Any, Counts]:
             f"{counts.dropped} dropped); set `data.eval` to a file, a larger `data.eval_share`, or `data.eval: none`"
         )
     return held_out, counts
-
-
-def _held_out_if_any(preparation: Preparation) -> tuple[Any | None, Counts | None, str | None]:
-    """`_held_out`; with `data.eval: auto` a warning instead if that finds nothing to hold out."""
-    try:
-        return *_held_out(preparation), None
-    except (_NothingHeldOut, OnePrompt) as error:
-        if preparation.section.eval != "auto":
-            raise
-        one_prompt = (
-            "the rows that `data.eval: auto` holds out answer one prompt, and are not trained either; set "
-            "`data.eval_share` to hold out more, or `data.eval: none` to train them"
-        )
-        return None, None, f"none: {one_prompt if isinstance(error, OnePrompt) else error}"
 
 
 def _teaches(rows: Any, tokenizer: Any, *, scored: bool) -> bool:

@@ -70,7 +70,12 @@ def answered(rows: Sequence[Asking[RowResult]], tokenizer: Any) -> list[RowResul
         asked = {}
         for row, answer in answers.items():
             try:
-                asked[row] = _step(rows[row], answer)
+                if answer is None:
+                    asked[row] = next(rows[row])
+                elif isinstance(answer, RowError):
+                    asked[row] = rows[row].throw(answer)
+                else:
+                    asked[row] = rows[row].send(answer)
             except StopIteration as done:
                 results[row] = done.value
             except RowError as error:
@@ -88,12 +93,6 @@ def answered(rows: Sequence[Asking[RowResult]], tokenizer: Any) -> list[RowResul
             if asked := ask(turns.popleft()):
                 waiting.append((asked, tokenizing.submit(_tokenized, list(asked.values()), tokenizer)))
     return [results[row] for row in range(len(rows))]
-
-
-def _step(row: Asking[RowResult], answer: Tokenized | RowError | None) -> TextPart:
-    if answer is None:
-        return next(row)
-    return row.throw(answer) if isinstance(answer, RowError) else row.send(answer)
 
 
 def _tokenized(pieces: list[TextPart], tokenizer: Any) -> list[Tokenized | RowError]:

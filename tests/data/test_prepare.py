@@ -16,7 +16,14 @@ from finetune.data import prepared_writer, sources
 from finetune.data.counts import TOO_LONG, UNTRAINED, Affected
 from finetune.data.encoded import IGNORE
 from finetune.data.examples import Chat, Completion
-from finetune.data.prepare import _splits, compared_rows, held_out_rows, prepare, prepare_held_out, questions
+from finetune.data.prepare import (
+    _train_and_held_out,
+    compared_rows,
+    held_out_rows,
+    prepare,
+    prepare_held_out,
+    questions,
+)
 from finetune.data.prepared_writer import Preparation
 from finetune.data.problems import Problems
 from finetune.errors import ConfigError, DataError
@@ -203,7 +210,7 @@ def ids(rows: Any) -> list[int]:
 
 def test_a_share_is_held_out_the_same_each_time_and_not_trained(write: Write, tokenizer: Any) -> None:
     source = write(MANY)
-    _, default = _splits(Preparation(DataSection(train=source), tokenizer), Problems())
+    _, default = _train_and_held_out(Preparation(DataSection(train=source), tokenizer), Problems())
     assert ids(default) == [row.fields["id"] for row in sources.rows(source) if row.share() < 0.02]
     section = DataSection(train=source, eval_share=0.1)
     held_out = ids(held_out_rows(section, tokenizer))
@@ -258,7 +265,7 @@ def test_rows_are_held_out_as_the_evaluation_says(write: Write, tokenizer: Any) 
 
 def sides(tokenizer: Any, source: str, **options: Any) -> tuple[list[str], list[str]]:
     """The texts of what is trained on and of what is held out, row by row."""
-    train, held_out = _splits(Preparation(DataSection(train=source, **options), tokenizer), Problems())
+    train, held_out = _train_and_held_out(Preparation(DataSection(train=source, **options), tokenizer), Problems())
     return [row.fields["text"] for row in train], [row.fields["text"] for row in held_out or ()]
 
 
