@@ -27,10 +27,11 @@ from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.plan import Fitted, Limits
 from finetune.forecast.traced_step import StepSetting, trace_step
+from finetune.forms import LEAST_FIRST
 from finetune.model import bounds
 from finetune.model.recompute import checkpointing
 from finetune.model.source import catalog
-from finetune.model.structure.quantization import LEAST_FIRST, changes_to
+from finetune.model.structure.quantization import changes_to
 from finetune.resolve import by_length
 from finetune.resolve import fit as fitting
 from finetune.resolve.fit import NothingFits
