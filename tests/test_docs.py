@@ -181,7 +181,12 @@ def test_modules_that_the_pages_name_exist() -> None:
     known = {
         file.name for root in ("finetune", "tests", "benchmarks", "examples") for file in (ROOT / root).rglob("*.py")
     }
-    added = {"export/int8_export.py", "model/distributed/averaged.py", "forecast/fake_averaged.py"}  # by examples
+    added = {
+        "forms/int5.py",
+        "export/int8_export.py",
+        "model/distributed/averaged.py",
+        "forecast/fake_averaged.py",
+    }  # by examples
     named = {name.removeprefix("finetune/") for name in re.findall(r"`((?:\w+/)*\w+\.py)(?:`|::)", text)} - added
     assert len(named) > 50
     roots = (ROOT, ROOT / "finetune", TESTS)
@@ -201,7 +206,7 @@ EXAMPLES = [example for page in (EXTENDING, PAIRS, ENGINES) for example in examp
 
 
 def test_every_addition_has_an_example() -> None:
-    assert len(examples(EXTENDING)) == EXTENDING.count("```diff") == EXTENDING.count("\n## ") == 7
+    assert len(examples(EXTENDING)) == EXTENDING.count("```diff") == EXTENDING.count("\n## ") == 8
     assert [len(examples(page)) for page in (PAIRS, ENGINES)] == [3, 1]
 
 
