@@ -326,14 +326,16 @@ RULES = (
 )  # fmt: skip
 
 
-def contradictions(config: Config, changes: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
+def contradictions(
+    config: Config, changes: Mapping[str, Any] | None = None, *, without_adapter: bool = False
+) -> list[tuple[str, str]]:
     """(key, message with remedy) of each broken rule, and of checks that are no rule of two keys.
 
-    With `changes`, of the config with those values.
+    With `changes`, of the config with those values. `without_adapter`: for a base that cannot be served beside one.
     """
     config = config.changed(changes or {})
     broken = [(rule.key, rule.message) for rule in SERVING if rule.broken(config)]
-    broken += serving.contradictions(config)
+    broken += serving.contradictions(config, without_adapter=without_adapter)
     resolved = config if broken else serving.resolved(config)[0]
     rules = [rule for rule in RULES if rule.broken(resolved)]
     of_serving = {rule.key for rule in rules if rule.other == "output.way"}

@@ -12,15 +12,10 @@ from typing import Any
 
 from finetune.config.field_types import Help
 from finetune.config.sections import Config, OutputSection
-from finetune.forms import ALONE, FORMS, WITH_ADAPTERS_AS_PUBLISHED, Form
-
-
-def _help(form: Form) -> str:
-    return f"GGUF, {form.words}" if form.recipe else form.words
-
+from finetune.forms import ALONE, FORMS, WITH_ADAPTERS_AS_PUBLISHED
 
 _SERVED = sorted((form for form in FORMS.values() if form.is_served), key=lambda form: not form.recipe)
-SERVED: dict[str, Help] = {form.name: Help(_help(form)) for form in _SERVED}
+SERVED: dict[str, Help] = {form.name: Help(f"GGUF, {form.words}" if form.recipe else form.words) for form in _SERVED}
 """Forms that are served, those of GGUF files first. Each but `16bit` is also a kind of `quantization.kind`."""
 
 GGUF = tuple(form.name for form in _SERVED if form.recipe)
@@ -90,7 +85,22 @@ WAYS: dict[str, Way] = {
 }  # fmt: skip
 
 
-def resolved(config: Config, obstacle: str | None = None) -> tuple[Config, str | None]:
+@dataclass(frozen=True)
+class Followed:
+    """What followed from `output.serve`, and `why` it is served so; `held` is the kind of a base held in that form."""
+
+    serve: str
+    runtime: str
+    way: str
+    why: str
+    held: str | None
+
+    def __str__(self) -> str:
+        held = f"; quantization.kind: {self.held}" if self.held else ""
+        return f"output.serve: {self.serve} for {self.runtime} as {WAYS[self.way].words} ({self.why}){held}"
+
+
+def resolved(config: Config, obstacle: str | None = None) -> tuple[Config, Followed | None]:
     """`config` with a runtime, a way and the kind of quantization that follow from `output.serve`; and a note on them.
 
     `obstacle` says why the base, once it is known, cannot be served beside an adapter; `auto` is then `rounded`.
@@ -110,12 +120,7 @@ def resolved(config: Config, obstacle: str | None = None) -> tuple[Config, str |
         kind = "gguf"
     if way != "rounded":
         changes |= {"quantization.kind": kind, "quantization.double": True}
-    held = "" if way == "rounded" else f"; quantization.kind: {kind}"
-    return config.changed(changes), f"output.serve: {serve} for {runtime} as {WAYS[way].words} ({why}){held}"
-
-
-OR_ADAPTER = ", or `output.way: adapter`"
-"""Advice that does not hold for a base which cannot be served so."""
+    return config.changed(changes), Followed(serve, runtime, way, why, None if way == "rounded" else kind)
 
 
 def kind_of(serve: str) -> str:
@@ -153,8 +158,10 @@ def export_of(output: OutputSection) -> str | None:
     return "merged" if output.serve == "16bit" else output.serve
 
 
-def contradictions(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, message with remedy) of each choice that excludes another beside `output.serve`."""
+def contradictions(config: Config, *, without_adapter: bool = False) -> Iterator[tuple[str, str]]:
+    """(key, message with remedy) of each choice that excludes another beside `output.serve`; `without_adapter`: for a
+    base that cannot be served beside one.
+    """
     serve, way, kind = config.output.serve, config.output.way, config.quantization.kind
     if serve is None:
         return
@@ -176,10 +183,11 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
         return
     if resolved(config)[0].output.way == "rounded":
         if kind in GRIDS and not FORMS[kind].published:  # a published one is rounded from what it is
+            as_adapter = ", or `output.way: adapter`" if serve in runtime.adapters and not without_adapter else ""
             yield (
                 "quantization.kind",
                 f"an update of weights in {kind} is mostly lost when they are rounded again to {serve}; set `none` or "
-                f"`nf4`{OR_ADAPTER if serve in runtime.adapters else ''}",
+                f"`nf4`{as_adapter}",
             )
     elif kind != kind_of(serve):
         yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,19 +42,20 @@ def _with_way(config: Config, architecture: Any) -> tuple[Config, str | None]:
     base, asked = _ServedBase(config, architecture), config.output.way
     base.check_form()
     beside = base.obstacle("adapter") if asked == "auto" else None
-    config, line = serving.resolved(config, beside.why if beside else None)
+    config, followed = serving.resolved(config, beside.why if beside else None)
     way = config.output.way
     if found := base.obstacle(way):
         if beside:
             found = Obstacle(f"{beside.why}, and {found.why}", (*beside.cures, *found.cures))
         raise ConfigError(f"`output.way`: {base.refusal(found, way)}")
-    # Rules on the way just chosen, which were not checked on loading.
-    for key, message in contradictions(config) if beside else ():
-        raise ConfigError(f"`{key}`: {message.removesuffix(serving.OR_ADAPTER)}")
+    if beside:  # rules on the way just chosen, which were not checked on loading
+        for key, message in contradictions(config, without_adapter=True):
+            raise ConfigError(f"`{key}`: {message}")
     if base.published == "gguf" and way == "adapter":
         config = config.changed({"quantization.kind": "gguf"})
-        line = f"{str(line).partition('; quantization.kind')[0]}; quantization.kind: gguf, the file is what is served"
-    return config, "\n".join(filter(None, (line, base.loss_of(way))))
+        followed = followed and replace(followed, held="gguf, the file is what is served")
+    lost = base.loss_of(way)
+    return config, "\n".join(str(line) for line in (followed, lost) if line) or None
 
 
 def _is_coarse(form: str | None) -> bool:
@@ -197,7 +198,8 @@ class _ServedBase:
         kinds = serving.GGUF if published == "gguf" else (published,)
         if published and serving.kind_of(self.serve) not in kinds:
             cure = _THE_FILE if published == "gguf" else f"set `output.serve: {published}`"
-            yield Obstacle(f"{self._published}, which is not quantized again to {self.serve}", (cure,))
+            usual = f"{self.name} is published in {prequantized.METHODS[published]}"
+            yield Obstacle(f"{usual}, which is not quantized again to {self.serve}", (cure,))
         yield from self._to_packed()
         known = serving.RUNTIMES[runtime]
         why = FORMS[self.serve].serving.without_experts.get(runtime) or known.without_experts
@@ -246,7 +248,3 @@ class _ServedBase:
                 "small update",
                 (_ORIGINAL,),
             )
-
-    @property
-    def _published(self) -> str:
-        return f"{self.name} is published in {prequantized.METHODS[str(self.published)]}"

@@ -90,7 +90,7 @@ def test_a_line_says_what_was_chosen_and_why(job: Path) -> None:
         "vllm": " as one file, rounded after training (vllm takes no adapters on q4_k_m)",
     }.items():
         _, line = resolved(load_config(job, ["output.serve=q4_k_m", f"output.runtime={runtime}"]))
-        assert line == f"output.serve: q4_k_m for {runtime}{said}"
+        assert str(line) == f"output.serve: q4_k_m for {runtime}{said}"
 
 
 def test_every_form_is_read_by_a_runtime_and_is_a_kind() -> None:
