@@ -132,6 +132,7 @@ class Tile:
 
     `order`: "single" for one code a byte, "pairs" for neighbouring columns, "apart" for runs of columns, those of upper
     bits `apart` columns after those of lower bits. Parts begin `stride` columns apart, and after `half` of them anew.
+    `scales` of codes in pairs: "exponents" of two, "factors" of a row before numbers in e4m3, or "numbers".
     """
 
     parts: int
@@ -140,6 +141,7 @@ class Tile:
     stride: int = 0
     apart: int = 0
     half: int = 0
+    scales: str = "numbers"
 
 
 # -- in memory ---------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ CODECS = {
             of_experts=_OF_EXPERTS, experts_alone=True, of_library=True,
         ),
         gguf=InGguf(lambda codes, scales: _pack_in_gguf(e2m1.from_pairs(codes), {"exponents": scales})[0]),
-        tile=Tile(1, 16, "pairs"),
+        tile=Tile(1, 16, "pairs", scales="exponents"),
     ),
     "gguf_mxfp4": Codec(
         # `kvalues_mxfp4`: integers, which have one zero.

@@ -149,6 +149,6 @@ CODECS = {
             ("compressed-tensors", "modelopt", "modelopt_fp4"), _states, _left_out, written=_COMPRESSED,
         ),
         gguf=InGguf(_in_gguf, _factor_in_gguf, fallback="q8_0"),
-        tile=Tile(1, 8, "pairs"),
+        tile=Tile(1, 8, "pairs", scales="factors"),
     )
 }  # fmt: skip

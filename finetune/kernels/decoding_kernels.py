@@ -169,12 +169,12 @@ def _codes_apart(block, part, at, table, FORM: tl.constexpr):
 
 
 @triton.jit
-def _codes_in_pairs(block, scales, place, at, FORM: tl.constexpr):
-    """Formats of vLLM with 4 bits: values of the lower and of the upper bits (blocks, 1, run)."""
+def _codes_in_pairs(block, scales, place, at, SCALES: tl.constexpr):
+    """Forms of 4 bits in neighbouring columns: values of the lower and of the upper bits (blocks, 1, run)."""
     byte = _byte(block + at)
-    if FORM == "mxfp4":
+    if SCALES == "exponents":
         low, high = _e2m1_pair(byte, _power_of_two(_byte(scales + place) - 1), True)
-    elif FORM == "nvfp4":
+    elif SCALES == "factors":
         # The scales of a row are two factors in 8 bytes, then one byte for each block.
         scale = tl.div_rn(_e4m3(_byte(scales + 8 + place)) * _single(scales), _single(scales + 4))
         low, high = _e2m1_pair(byte, scale * 0.5, True)
@@ -188,7 +188,7 @@ def _codes_in_pairs(block, scales, place, at, FORM: tl.constexpr):
 def _decode(
     out, stored, scales, table, blocks, rows, in_row, width, out_matrix, out_row, out_column, stored_row, scale_row,
     FORM: tl.constexpr, ORDER: tl.constexpr, BYTES: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
-    STRIDE: tl.constexpr, APART: tl.constexpr, HALF: tl.constexpr, BLOCKS: tl.constexpr,
+    STRIDE: tl.constexpr, APART: tl.constexpr, HALF: tl.constexpr, SCALES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Blocks of `BYTES` bytes, each of `PARTS` x `RUN` bytes of codes, in matrices of `rows` rows.
 
@@ -203,7 +203,7 @@ def _decode(
         low, high = _codes_apart(block, part, at, table, FORM)
     elif ORDER == "pairs":
         scales += row.to(tl.int64) * scale_row
-        low, high = _codes_in_pairs(block, scales, place, at, FORM)
+        low, high = _codes_in_pairs(block, scales, place, at, SCALES)
         low, at = tl.interleave(low, high), tl.arange(0, 2 * RUN)[None, None, :]
     elif FORM == "q8_0":
         low = _signed(_byte(block + 2 + at)).to(tl.float32) * _half(block)
@@ -226,9 +226,6 @@ def _decode(
 
 # -- launches ----------------------------------------------------------------------------------------------------------
 
-
-FORMS_WITH_TILES = tuple(name for name, form in FORMS.items() if form.module and form.codec.tile)
-"""The forms that these kernels decode; others are decoded by torch's operators."""
 _VALUES = 2048
 """Values of a program, 16 a thread."""
 
@@ -248,7 +245,7 @@ def decode_packed_(out: Tensor, codes: Tensor, scales: Tensor, form: str) -> Non
     _decode[triton.cdiv(blocks, each),](
         out, codes, scales, table, blocks, rows, in_row, width, *out.stride(), codes.stride(0), scales.stride(0),
         FORM=form, ORDER=tile.order, BYTES=codec.blocks.stored, PARTS=tile.parts, RUN=tile.run, STRIDE=tile.stride,
-        APART=tile.apart, HALF=tile.half, BLOCKS=each, num_warps=4, enable_fp_fusion=False,
+        APART=tile.apart, HALF=tile.half, SCALES=tile.scales, BLOCKS=each, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ with libraries.importing():  # as the command line does
     from triton import language as tl
     from triton.runtime import interpreter
 
-    from finetune.forms import packed
+    from finetune.forms import FORMS, packed
     from finetune.kernels import decoding_kernels, ops, triton_kernels
     from finetune.model.structure import eight_bit
 
@@ -246,7 +246,7 @@ def test_a_4_bit_weight_of_an_odd_width_in_blocks_small_and_large(kind, size) ->
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # scales of random bytes
-@pytest.mark.parametrize("form", decoding_kernels.FORMS_WITH_TILES)
+@pytest.mark.parametrize("form", [name for name, form in FORMS.items() if form.module and form.codec.tile])
 def test_packed_weights_to_the_bit(form) -> None:
     """Random bytes, in rows of a wider tensor and in experts whose values are read transposed."""
     rows = 130 if form == "fp8" else 33  # of which 128 share a scale; else programs and a part, of experts whole ones

@@ -17,9 +17,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from finetune.forms import packed
+from finetune.forms import FORMS, packed
 from finetune.kernels import decoding_kernels, triton_kernels
 
+WITH_TILES = [name for name, form in FORMS.items() if form.module and form.codec.tile]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -163,9 +164,9 @@ def test_they_compile_without_spills_and_move_rows_in_large_pieces(compiled, dty
 @pytest.mark.long
 @pytest.mark.parametrize("compiled", [80, 89, 120], indirect=True)
 def test_each_form_of_packed_weights_compiles_without_spills(compiled, tmp_path, subtests) -> None:
-    for form in decoding_kernels.FORMS_WITH_TILES:
+    for form in WITH_TILES:
         decode_packed(torch.empty(11008, 4096 + 16, dtype=torch.bfloat16, device="meta")[:, :4096], form)
-    for form, (_, kernel) in zip(decoding_kernels.FORMS_WITH_TILES, compiled, strict=True):
+    for form, (_, kernel) in zip(WITH_TILES, compiled, strict=True):
         with subtests.test(form):
             used = resources(kernel.asm["cubin"], tmp_path / "cubin")
             assert used["SPILLS"] == 0

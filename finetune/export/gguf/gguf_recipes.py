@@ -38,7 +38,7 @@ def check(kind: str) -> None:
 def type_of(name: str, kind: str, config: Any) -> Any:
     """The type of the matrix `name` in a file of `kind`; `config` is transformers' of the model."""
     if not FORMS[kind].recipe:
-        # llama.cpp has no recipe for all matrices, and reads no factor of NVFP4 beside an embedding.
+        # llama.cpp has no recipe for all matrices, and reads no factor beside an embedding.
         return Types.Q8_0 if name in (recipes.HEAD, recipes.EMBEDDING) else Types[kind.upper()]
     return Types[(recipes.wanted(name, kind, config) or "f16").upper()]
 

@@ -35,9 +35,10 @@ _ORIGINALS = {"openai/gpt-oss-20b": "unsloth/gpt-oss-20b-BF16", "openai/gpt-oss-
 # config.json's key is `quantization_config`; that of MLX is `quantization`, that of early compressed-tensors the third.
 _KEYS = ("quantization_config", "quantization", "compression_config")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_PUBLISHED = "|".join(name for name, form in FORMS.items() if form.published)
 # Endings of the names of quantized copies, such as -FP8, -GPTQ-Int4, -unsloth-bnb-4bit, -quantized.w4a16.
 _ENDING = re.compile(
-    r"([-_.](unsloth|bnb|mlx|[48]-?bits?|u?int[48]|g?fp8|mxfp[48]|nvfp4|fp4|nf4|gptq(model)?|awq|hqq|aqlm|exl2|eetq"
+    rf"([-_.](unsloth|bnb|mlx|[48]-?bits?|u?int[48]|gfp8|mxfp8|fp4|nf4|gptq(model)?|awq|hqq|aqlm|exl2|eetq|{_PUBLISHED}"
     r"|auto-?round|quantized|dynamic|block|w[48]a(8|16)|g128|sym|marlin))+",
     re.IGNORECASE,
 )
