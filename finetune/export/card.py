@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from finetune.config import Config, ModelSection, Source, entries
+from finetune.config import Config, ModelSection, entries
 from finetune.config.field_types import GIVEN
 from finetune.data.examples import learnt
 from finetune.data.readers import reader
@@ -22,54 +22,62 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
     """README.md of an export in the hub's format; `written_as` is its form, `record` its proof, if any."""
     from huggingface_hub import ModelCardData
 
-    model = config.model
+    model, adapter, scored = config.model, config.adapter, config.scorer is not None
     on_hub = not Path(model.name).exists() and not model.name.startswith("builtin:")
     licence = _licence(model) if on_hub else {}
     # Llama's licences want both (3.1 and later: 1.b.i).
     llama = str(licence.get("license_name") or licence.get("license")).startswith("llama")
+    task = "text-classification" if scored else "text-generation"
     data = ModelCardData(
         base_model=model.name if on_hub else None,
         library_name="peft" if record["format"] == "adapter" else "transformers",
-        pipeline_tag=_task(config),
-        tags=[
-            "finetune",
-            *(["lora"] if config.adapter.kind == "lora" else []),
-            *(["gguf"] if "type" in record else []),
-        ],
+        pipeline_tag=task if model.vision == "none" else "image-text-to-text",
+        tags=["finetune", *(["lora"] if adapter.kind == "lora" else []), *(["gguf"] if "type" in record else [])],
         datasets=[one.source for one in entries(config.data.train) if _is_hub_name(one.source)] or None,
         **licence,
     )
+
+    how = "All weights were trained" if adapter.kind == "none" else (
+        f"A rank-{adapter.rank} LoRA adapter (alpha {adapter.alpha:g}, base in {config.quantization.kind}) was trained"
+    )  # fmt: skip
+    rows = ", ".join(
+        _escaped(str(one))
+        if one.source.startswith(GIVEN)
+        else _code(str(one.model_copy(update={"source": public(one.source)})))
+        for one in entries(config.data.train)
+    )
+    prompts = None
+    if not scored:
+        prompts = server_commands.prompts(record["format"], learnt(run.events()), config.data.separator)
+    settings = _settings(config)
+    starts = [event.get("start_from") for event in run.events() if event["event"] == "started"]
+    if starts and (start := starts[-1]):
+        settings["started from"] = f"{_code(public(start['name']))} (sha256 {_escaped(start['sha256'])})"
+
     sections = [
         f"---\n{data.to_yaml()}\n---",
         f"# {'Llama: ' if llama else ''}{_escaped(public(model.name))}, fine-tuned",
         *(["Built with Llama."] if llama else []),
-        f"{_made(config)} It is written as {written_as}.",
-        *([f"## Prompts\n\nThe model was {prompts}."] if (prompts := _prompts(run, config, record)) else []),
+        f"{how} on {rows}. It is written as {written_as}.",
+        *([f"## Prompts\n\nThe model was {prompts}."] if prompts else []),
         *([f"## Classes\n\n{', '.join(map(_code, labels))}"] if (labels := config.data.labels) else []),
-        "## Settings\n\n" + _table({**_settings(config), **_start(run)}),
+        "## Settings\n\n" + _table(settings),
         *(["## Training\n\n" + _table(measured)] if (measured := _measured(run, config.training.objective)) else []),
-        *(["## Proof\n\n" + _proof(record, scores=config.scorer is not None)] if "error" in record else []),
+        *(["## Proof\n\n" + _proof(record, scores=scored)] if "error" in record else []),
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def _task(config: Config) -> str:
-    """The hub's name for what the model does."""
-    if config.model.vision != "none":
-        return "image-text-to-text"
-    return "text-classification" if config.scorer else "text-generation"
 
 
 def _licence(model: ModelSection) -> dict[str, Any]:
     """The licence keys of the base's own card; none if that is unavailable."""
     data = card_of(model)  # without one, the card names the base alone
-    keys = {key: data.get(key) for key in ("license", "license_name", "license_link")}
-    return {key: value for key, value in keys.items() if value and _is_text(value)}
+    values = {key: data.get(key) for key in ("license", "license_name", "license_link")}
 
+    def is_text(value: Any) -> bool:
+        """Whether it is one text or several, as the hub takes it; YAML may also contain cycles."""
+        return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
-def _is_text(value: Any) -> bool:
-    """Whether a licence is one text or several, as the hub takes it; YAML may also contain cycles."""
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+    return {key: value for key, value in values.items() if value and is_text(value)}
 
 
 def public(source: str) -> str:
@@ -81,20 +89,6 @@ def public(source: str) -> str:
 def _is_hub_name(source: str) -> bool:
     here = source.startswith((".", "/", "~")) or glob.has_magic(source) or reader(Path(source)) or Path(source).exists()
     return source.count("/") == 1 and not source.startswith("builtin:") and not here
-
-
-def _made(config: Config) -> str:
-    adapter = config.adapter
-    how = "All weights were trained" if adapter.kind == "none" else (
-        f"A rank-{adapter.rank} LoRA adapter (alpha {adapter.alpha:g}, base in {config.quantization.kind}) was trained"
-    )  # fmt: skip
-    return f"{how} on {', '.join(map(_source, entries(config.data.train)))}."
-
-
-def _source(one: Source) -> str:
-    if one.source.startswith(GIVEN):
-        return _escaped(str(one))
-    return _code(str(one.model_copy(update={"source": public(one.source)})))
 
 
 def _settings(config: Config) -> dict[str, str]:
@@ -115,20 +109,6 @@ def _settings(config: Config) -> dict[str, str]:
         **({"other ranks": _code(str(adapter.ranks))} if adapter.ranks else {}),
         **({"adapter variants": ", ".join(variants)} if variants else {}),
     }
-
-
-def _prompts(run: RunDirectory, config: Config, record: dict[str, Any]) -> str | None:
-    return (
-        None
-        if config.scorer
-        else server_commands.prompts(record["format"], learnt(run.events()), config.data.separator)
-    )
-
-
-def _start(run: RunDirectory) -> dict[str, str]:
-    starts = [event.get("start_from") for event in run.events() if event["event"] == "started"]
-    one = starts[-1] if starts else None
-    return {"started from": f"{_code(public(one['name']))} (sha256 {_escaped(one['sha256'])})"} if one else {}
 
 
 def _measured(run: RunDirectory, objective: str) -> dict[str, str]:
@@ -172,7 +152,9 @@ def _proof(record: dict[str, Any], *, scores: bool) -> str:
 
 
 def _table(facts: dict[str, str]) -> str:
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {_cell(fact)} |" for name, fact in facts.items())])
+    # A | ends a cell even within code.
+    cells = {name: fact.replace("|", r"\|") for name, fact in facts.items()}
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {cell} |" for name, cell in cells.items())])
 
 
 # Text that is not trusted, in Markdown: on one line, without markup or HTML, and without ending a table's cell.
@@ -190,11 +172,6 @@ def _code(text: str) -> str:
     # One space is taken off at each end, unless the text is nothing but spaces.
     space = " " if text.strip(" ") and (text[0] in "` " or text[-1] in "` ") else ""
     return f"{fence}{space}{text}{space}{fence}"
-
-
-def _cell(text: str) -> str:
-    """`text`, already Markdown, for a cell of a table, which a | ends even within code."""
-    return text.replace("|", r"\|")
 
 
 def _line(text: str) -> str:

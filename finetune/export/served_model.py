@@ -46,7 +46,13 @@ def load(run: RunDirectory, name: str, base: ModelSection, device: torch.device,
     note(f"served: {folder}")
     model = finished_run.load_merged(run, base, device)
     if not kind:
-        return _in_gguf(folder, model, device)
+        files = [*folder.glob("*.gguf")]
+        if len(files) != 1:
+            raise ArtifactError(f"{folder} has {len(files)} GGUF files; export again")
+        if not gguf_export.is_readable(model.config, files[0].stem.removeprefix("model-")):
+            raise ConfigError(f"`served`: only llama.cpp reads {files[0]}; `finetune export` has compared it")
+        return gguf_export.load(files[0], model.config, model.dtype, device)
+
     for file in folder.glob(f"*{weight_files.SUFFIX}"):
         weight_files.check(file)
     stored = compressed_export.read(run.merged, folder, model.config, kind)
@@ -60,12 +66,3 @@ def load(run: RunDirectory, name: str, base: ModelSection, device: torch.device,
 
 def _record(run: RunDirectory, name: str) -> Path:
     return run.path / FORMATS[name].folder / "export.json"
-
-
-def _in_gguf(folder: Path, merged: Any, device: torch.device) -> Any:
-    files = [*folder.glob("*.gguf")]
-    if len(files) != 1:
-        raise ArtifactError(f"{folder} has {len(files)} GGUF files; export again")
-    if not gguf_export.is_readable(merged.config, files[0].stem.removeprefix("model-")):
-        raise ConfigError(f"`served`: only llama.cpp reads {files[0]}; `finetune export` has compared it")
-    return gguf_export.load(files[0], merged.config, merged.dtype, device)

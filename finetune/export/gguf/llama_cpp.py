@@ -167,7 +167,12 @@ def compare(
         same_tokens = sum(
             server.tokens(text) == job.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
         )
-        same_prompt = not job.prompt or server.tokens(_prompt(server, job), opening=True) == job.prompt
+        example = job.example
+        if isinstance(example, Chat):
+            prompt = str(server.post("/apply-template", messages=example.messages)["prompt"])
+        else:
+            prompt = str(example.prompt if hasattr(example, "prompt") else example.text)
+        same_prompt = not job.prompt or server.tokens(prompt, opening=True) == job.prompt
         less_likely = []  # by how many nats its next token is less likely than ours
         for row, length in prompts:
             logits = expected[row][length - 1]
@@ -187,9 +192,3 @@ def compare(
         "tokenized_alike": same_tokens, "prompt_alike": same_prompt,
     }  # fmt: skip
     return facts, []
-
-
-def _prompt(server: Server, job: Conversion) -> str:
-    if isinstance(job.example, Chat):
-        return str(server.post("/apply-template", messages=job.example.messages)["prompt"])
-    return str(job.example.prompt if hasattr(job.example, "prompt") else job.example.text)

@@ -43,19 +43,16 @@ def layouts(bases: Bases) -> dict[str, weight_files.FileLayout]:
             if name not in left_out
         }
         if number == count:
+            # The files lack weights that are tied to another there, and a classifier's head.
+            known = {target for group in bases.weights.groups for target in group.targets}
+            added = [name for name in (*bases.untied, *bases.weights.new) if name not in known]
             names = bases.bare.state_dict()
-            tensors |= {name: (bases.dtype, names[name].shape) for name in _added(bases)}
+            tensors |= {name: (bases.dtype, names[name].shape) for name in added}
         # Large types first, so that each tensor is aligned; then what is converted together.
         ordered = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, order.get(name, len(order))))
         name = f"model-{number:05d}-of-{count:05d}" if count > 1 else "model"
         planned[name + weight_files.SUFFIX] = weight_files.FileLayout({each: tensors[each] for each in ordered})
     return planned
-
-
-def _added(bases: Bases) -> list[str]:
-    """Weights of the merged model that the base's files lack: tied to another there, or a classifier's head."""
-    known = {target for group in bases.weights.groups for target in group.targets}
-    return [name for name in (*bases.untied, *bases.weights.new) if name not in known]
 
 
 def write_weights(merging: Merging, folder: Path) -> None:
@@ -88,15 +85,6 @@ def _tensors(merging: Merging, of: dict[str, streamed.ConversionGroup], names: l
             yield tensors.pop(name)
 
 
-def _bound(file: Path, media: Media) -> None:
-    """Write the settings with which a run's images were processed to a processor's file, if it is of images."""
-    values = json.loads(file.read_text(encoding="utf-8"))
-    of_images = values.get("image_processor", values)
-    if "image_processor_type" in of_images:
-        of_images |= {key: value for key, value in media.settings().items() if key in of_images}
-        write_json(file, values)
-
-
 def write_settings(bases: Bases, base: Path, tokenizer: Any, folder: Path, rows: list[list[int]], media: Media) -> None:
     """Write config.json and generation_config.json; generation stops at the end of a turn as it was trained.
 
@@ -107,7 +95,11 @@ def write_settings(bases: Bases, base: Path, tokenizer: Any, folder: Path, rows:
         if (base / name).is_file():
             shutil.copyfile(base / name, folder / name)
             if media and bases.config.data.image_pixels:
-                _bound(folder / name, media)
+                values = json.loads((folder / name).read_text(encoding="utf-8"))
+                of_images = values.get("image_processor", values)
+                if "image_processor_type" in of_images:
+                    of_images |= {key: value for key, value in media.settings().items() if key in of_images}
+                    write_json(folder / name, values)
     classifies = sequence_head.is_classifier(bases.bare)
     if classifies:
         padding = sequence_head.padding_for(tokenizer, rows)

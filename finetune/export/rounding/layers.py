@@ -50,7 +50,9 @@ class LayerRounding:
         beside, *layers, head = self.parts
         if not self.kept.has(beside):
             started(beside)
-            self.kept.write(beside, rounded(beside.forms, {name: self._values(name) for name in beside.forms}))
+            self.kept.write(
+                beside, rounded(beside.forms, {name: self._weights[name].to(self.device) for name in beside.forms})
+            )
         given = self.kept.read(beside)
         if hasattr(self.model, "set_experts_implementation"):
             self.model.set_experts_implementation("eager")  # one product for each expert
@@ -69,7 +71,11 @@ class LayerRounding:
             output = self.model.base_model(input_ids=self.rows, use_cache=False)
         if not self.kept.has(head):
             started(head)
-            self._write_head(head, output.last_hidden_state)
+            [name] = head.forms
+            inputs = InputSums({})
+            for some in output.last_hidden_state.flatten(0, 1).split(TOKENS_AT_ONCE):
+                inputs.add((name, 0), some)
+            self.kept.write(head, rounded(head.forms, {name: self._weights[name].to(self.device)}, inputs))
 
     @property
     def is_complete(self) -> bool:
@@ -83,16 +89,6 @@ class LayerRounding:
     def plain(self) -> dict[str, int]:
         """How many matrices of each weight of layers and head were rounded by themselves, of those with any."""
         return {name: count for part in self.parts[1:] for name, count in self.kept.plain(part).items()}
-
-    def _values(self, name: str) -> torch.Tensor:
-        return self._weights[name].to(self.device)
-
-    def _write_head(self, part: RoundedPart, hidden: torch.Tensor) -> None:
-        [name] = part.forms
-        inputs = InputSums({})
-        for some in hidden.flatten(0, 1).split(TOKENS_AT_ONCE):
-            inputs.add((name, 0), some)
-        self.kept.write(part, rounded(part.forms, {name: self._values(name)}, inputs))
 
 
 @dataclasses.dataclass
@@ -115,8 +111,9 @@ class _Layer:
             self.started(self.part)
             self._round(arguments, named)
         for name, one in kept.read(self.part).items():
-            parameter = self.layer.get_parameter(self._own[name])
-            parameter.data = _decoded(one, parameter)
+            parameter, how = self.layer.get_parameter(self._own[name]), packed.known_packing(one)
+            how = dataclasses.replace(how, scales=how.scales.to(parameter.device))
+            parameter.data = how.decoded(one.data.to(parameter.device), parameter.dtype)
         return _joined(self._in_parts(arguments, named), len(self.rounding.rows))
 
     def _round(self, arguments: Any, named: Any) -> None:
@@ -137,12 +134,6 @@ class _Layer:
         for start in range(0, count, each):
             rows = slice(start, start + each)
             yield rows, self._computed(*_of_rows(arguments, rows, count), **_of_rows(named, rows, count))
-
-
-def _decoded(one: nn.Parameter, like: torch.Tensor) -> torch.Tensor:
-    how = packed.known_packing(one)
-    how = dataclasses.replace(how, scales=how.scales.to(like.device))
-    return how.decoded(one.data.to(like.device), like.dtype)
 
 
 def _of_rows(value: Any, rows: slice, count: int) -> Any:

@@ -44,19 +44,23 @@ def rounded(
         matrices = {key: _matrix(weights, key) for key in keys}
         columns = matrices[keys[0]].shape[-1]
         seen = min(inputs.tokens[key] for key in keys)
-        if seen >= TOKENS_PER_COLUMN * columns and columns % FORMS[form].codec.blocks.columns == 0:
-            made |= _apart(matrices, _compensated(form, matrices, inputs.sum(source)))
+        codec, joined = FORMS[form].codec, torch.cat([*matrices.values()])
+        if seen >= TOKENS_PER_COLUMN * columns and columns % codec.blocks.columns == 0:
+            hessian = inputs.sum(source)
+            if not hessian.diagonal().isfinite().all():
+                raise ArtifactError(f"the inputs of `{keys[0][0]}` are not finite in the training rows; train again")
+            made |= _apart(matrices, codec.pack(*compensated(codec, joined.float(), hessian)))
             corrected.update(keys)
         else:
-            made |= _apart(matrices, _by_itself(form, _joined(matrices)))
+            made |= _apart(matrices, _by_itself(form, joined))
     return {name: _collected(name, forms[name], weight, made, corrected) for name, weight in weights.items()}
 
 
 def _together(
     forms: Mapping[str, str], weights: Mapping[str, torch.Tensor], inputs: InputSums | None
 ) -> dict[tuple[Key, str, str], list[Key]]:
-    """The matrices by inputs and form: those with both in common are rounded as one, unless a block of FP8, of 128
-    rows, would reach from one into another.
+    """The matrices by inputs and form: those with both in common are rounded as one, unless a block of several rows
+    would reach from one into another.
     """
     groups: dict[tuple[Key, str, str], list[Key]] = {}
     for name, weight in weights.items():
@@ -67,19 +71,6 @@ def _together(
             if source := inputs.source(key):
                 groups.setdefault((source, form, name if rows % FORMS[form].codec.blocks.rows else ""), []).append(key)
     return groups
-
-
-def _joined(matrices: Mapping[Key, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([*matrices.values()])
-
-
-def _compensated(form: str, matrices: Mapping[Key, torch.Tensor], hessian: torch.Tensor) -> BytesAndScales:
-    if not hessian.diagonal().isfinite().all():
-        raise ArtifactError(
-            f"the inputs of `{next(iter(matrices))[0]}` are not finite in the training rows; train again"
-        )
-    codec = FORMS[form].codec
-    return codec.pack(*compensated(codec, _joined(matrices).float(), hessian))
 
 
 def _apart(matrices: Mapping[Key, torch.Tensor], stored: BytesAndScales) -> dict[Key, BytesAndScales]:
