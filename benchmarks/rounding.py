@@ -25,7 +25,7 @@ import merge
 
 from finetune.choices import config_of
 from finetune.export import finished_run
-from finetune.export.conversion import Conversion
+from finetune.export.conversion import ExportRequest
 from finetune.export.gguf import gguf_export
 from finetune.export.rounding import rounded_run
 from finetune.model.source import catalog
@@ -41,7 +41,7 @@ def child(path: Path) -> None:
     run = RunDirectory(path)
     config = config_of(run)
     tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
-    conversion = Conversion(run, config, tokenizer, [], "", merge.CPU, KIND, None, lambda dtype: None)
+    conversion = ExportRequest(run, config, tokenizer, merge.CPU, KIND)
     print(STARTED, flush=True)
     rounded_run.rounded(conversion, gguf_export.forms, lambda text: None)
 

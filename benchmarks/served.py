@@ -39,6 +39,8 @@ from finetune.choices import config_of
 from finetune.config import Config
 from finetune.data import prepare, sources
 from finetune.data.encoded import IGNORE
+from finetune.data.media import NOTHING
+from finetune.data.prepare import ComparedRows
 from finetune.evaluation import run_models
 from finetune.evaluation.intervals import half_width
 from finetune.export import compressed_export, finished_run, publish
@@ -124,7 +126,7 @@ def _plain(job: Trained, kind: str) -> Served:
 def _rounded(job: Trained, kind: str) -> Served:
     """As `finetune export --rounded`."""
     weights, facts = rounded_run.rounded(
-        _conversion(job, kind), lambda model, kind: _forms(job, kind), lambda text: None
+        _conversion(job, kind, []), lambda model, kind: _forms(job, kind), lambda text: None
     )
     return _served(job, weights, facts)
 
@@ -145,10 +147,11 @@ def _on_nf4(way: Callable[[Trained, str], Served]) -> Callable[[Trained, str], S
     return served
 
 
-def _conversion(job: Trained, kind: str) -> Conversion:
+def _conversion(job: Trained, kind: str, rows: list[list[int]]) -> Conversion:
     return Conversion(
-        job.run, job.config, job.tokenizer, [], "", CPU, kind, None,
-        lambda dtype: finished_run.load_merged(job.run, job.config.model, CPU, dtype),
+        run=job.run, config=job.config, tokenizer=job.tokenizer, device=CPU, kind=kind,
+        compared=ComparedRows(rows, [], NOTHING, ""), base_identity=None,
+        load_merged=lambda dtype: finished_run.load_merged(job.run, job.config.model, CPU, dtype),
     )  # fmt: skip
 
 
@@ -185,7 +188,7 @@ def _in_llama_cpp(job: Trained, file: Path, model: Any, lora: Path | None = None
     rows = [row["input_ids"] for row in job.rows[:8]]
     with torch.no_grad():
         said = [model(torch.tensor([row])).logits[0] for row in rows]
-    conversion = dataclasses.replace(_conversion(job, ""), rows=rows)
+    conversion = _conversion(job, "", rows)
     found, expected = (torch.cat(part) for part in llama_cpp.logits(file, conversion, said, said, lora)[:2])
     each = divergences(expected.log_softmax(-1), found.log_softmax(-1))
     return {"kl": float(f"{each.mean():.3g}"), "kl_max": float(f"{each.max():.3g}")}

@@ -29,7 +29,7 @@ from finetune.data import fingerprint
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, proof, server_names
 from finetune.export.card import public
-from finetune.export.conversion import Conversion
+from finetune.export.conversion import Conversion, Exporter, ExportRequest
 from finetune.export.gguf import gguf_model, held_base, llama_cpp
 from finetune.export.server_experts import Experts
 from finetune.forms import FORMS, packed
@@ -49,7 +49,7 @@ _BASE = "base"  # a folder of its own, as transformers would take the adapter be
 _PREFIX = "base_model.model."
 
 
-def check(job: Conversion) -> None:
+def check(job: ExportRequest) -> None:
     """Raise ConfigError for a run without an adapter, or whose adapter other programs cannot read."""
     section = job.config.adapter
     if section.kind == "none":
@@ -66,7 +66,7 @@ def check(job: Conversion) -> None:
         held_base.check(job)
 
 
-def _why_not_plain(job: Conversion) -> str | None:
+def _why_not_plain(job: ExportRequest) -> str | None:
     """The reason why vLLM, SGLang and llama.cpp cannot load the run's adapter; None if they can."""
     section, in_gguf = job.config.adapter, held_base.wanted(job)
     base = build.weightless(job.config.model, job.architecture)
@@ -137,13 +137,13 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     groups = file_groups(config.model)
     names = served_names(*groups) if groups else {}
     base = build.load(config, job.architecture, job.device)
-    base_logits = proof.logits(base, job.rows, job.shown)
+    base_logits = proof.logits(base, job.rows, job.compared.shown)
     in_gguf = held_base.write(job, base, folder / _BASE) if held_base.wanted(job) else None
     held = _write_base(job, base, folder / _BASE)
     packings = [how for weight in base.parameters() if (how := packed.packing_of(weight))]
     counted = {"count": sum(how.shape.numel() for how in packings), "differing": 0} if held else None
     adapted = adapter_files.load_adapter(base, job.run.adapter, config.adapter)
-    trained = proof.logits(adapted, job.rows, job.shown)
+    trained = proof.logits(adapted, job.rows, job.compared.shown)
     written = _write_adapter(job, adapted, names, groups[1] if groups else [], folder)
     if in_gguf and written.without_gguf:
         raise ConfigError(
@@ -153,7 +153,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     read = written.on(adapted.unload())
     # The products are summed in another order; the base is rounded to the same dtype in both.
     roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training)]
-    logits = proof.logits(read, job.rows, job.shown)
+    logits = proof.logits(read, job.rows, job.compared.shown)
     result = job.compare("plain adapter", read, logits, trained, base_logits, roundoff)
     served = job.served(logits, trained, base_logits)
     differences = list[str]()
@@ -195,12 +195,21 @@ def _write_adapter(
     rank = write(pairs, renamed, adapted.peft_config["default"], public(job.config.model.name), folder, on_experts)
     layers_served = None
     if names and (on_experts or model_type in server_names.RULES):
-        _check_names(job, folder)
+        # Refused if a server would not find all layers.
+        stored = weight_files.shapes(folder / adapter_files.WEIGHTS)
+        layers = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in stored}
+        in_files = [name for file in _files(job.config.model) for name in weight_files.shapes(file)]
+        server_names.served(sorted(layers), in_files, job.architecture.model_type)
         layers_served = len(pairs) + len(on_experts)
     fingerprint.save(job.tokenizer, job.base_identity, folder)
     without_gguf: str | None = f"no {GGUF}: it has no form here for experts"
     if not on_experts:
-        without_gguf = _write_gguf(job.architecture, pairs, rank, folder)
+        try:
+            gguf_model.write_lora(job.architecture, pairs, rank, folder / GGUF)
+            without_gguf = None
+        except ConfigError as error:  # llama.cpp cannot express it
+            (folder / GGUF).unlink(missing_ok=True)
+            without_gguf = f"no {GGUF}: {error}"
     return _PlainAdapter(job.config.adapter, folder, pairs, renamed, rank, on_experts, layers_served, without_gguf)
 
 
@@ -316,15 +325,6 @@ def _files(model: ModelSection) -> list[Path]:
     return identity.loaded_files(weights_directory(model.name, model.revision))
 
 
-def _check_names(job: Conversion, folder: Path) -> None:
-    """Raise ConfigError if a server would not find all layers of the adapter in `folder`."""
-    kind = job.architecture.model_type
-    stored = weight_files.shapes(folder / adapter_files.WEIGHTS)
-    layers = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in stored}
-    names = [name for file in _files(job.config.model) for name in weight_files.shapes(file)]
-    server_names.served(sorted(layers), names, kind)
-
-
 def _served(names: dict[str, str | None], layer: str) -> str:
     """The name of a layer of the trained model in the base's files. Raises ConfigError if it has none."""
     if not names:
@@ -403,11 +403,4 @@ def write(
     return rank
 
 
-def _write_gguf(architecture: Any, pairs: Pairs, rank: int, folder: Path) -> str | None:
-    """Write the adapter for llama.cpp; returns the reason if llama.cpp cannot express it."""
-    try:
-        gguf_model.write_lora(architecture, pairs, rank, folder / GGUF)
-    except ConfigError as error:
-        (folder / GGUF).unlink(missing_ok=True)
-        return f"no {GGUF}: {error}"
-    return None
+EXPORTER = Exporter(check, make)

@@ -20,7 +20,7 @@ from torch import nn
 from finetune.config import QuantizationSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import proof, row_selection
-from finetune.export.conversion import Conversion
+from finetune.export.conversion import Conversion, Exporter, ExportRequest
 from finetune.forms import FORMS, packed
 from finetune.forms.codec import Layout
 from finetune.model.skeleton import weightless_base
@@ -35,7 +35,7 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ACTIVATIONS = "the figures are of the weights alone; vLLM also rounds activations for FP8, which adds to them"
 
 
-def check(job: Conversion) -> None:
+def check(job: ExportRequest) -> None:
     """Raise ConfigError if the model has no such form."""
     if job.config.scorer:
         raise ConfigError(f"{job.run.path} is a {job.config.scorer}, which is served in 16 bit; export `merged`")
@@ -60,11 +60,11 @@ def forms(model: Any, kind: str) -> dict[str, str]:
 def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the model to `folder` and prove it. Returns the facts of export.json."""
     model = job.load_merged(None)
-    trained, dtype = proof.logits(model, job.rows, job.shown), model.dtype
+    trained, dtype = proof.logits(model, job.rows, job.compared.shown), model.dtype
     weights = job.packed or RoundedWeights(job.run.merged, model.config, job.kind)
     written = write(job.run.merged, folder, model.config, job.kind, weights)
     differing = _put(model, written, job.packed)
-    logits, base = proof.logits(model, job.rows, job.shown), job.base_logits(dtype)
+    logits, base = proof.logits(model, job.rows, job.compared.shown), job.base_logits(dtype)
     result = job.compare(f"model in {job.kind}", model, logits, trained, base, FORMS[job.kind].roundoff)
     return {
         "weights": {"count": sum(weight.numel() for weight in model.parameters()), "differing": differing},
@@ -102,7 +102,10 @@ class RoundedWeights(Mapping[str, nn.Parameter]):
         self._last: tuple[tuple[str, ...], nn.Parameter] | None = None
 
     def __getitem__(self, name: str) -> nn.Parameter:
-        together = tuple(self._names_together(name))
+        together: tuple[str, ...] = (name,)
+        if FORMS[self._form].codec.of_whole:
+            names = next(iter(together_of(name)), [name])
+            together = tuple(each for each in names if each in self._names)
         if self._last is None or self._last[0] != together:
             weight = torch.cat([self._weights[each] for each in together])
             self._last = together, packed.pack(self._form, weight, transposed=name in self._transposed)
@@ -115,12 +118,6 @@ class RoundedWeights(Mapping[str, nn.Parameter]):
         codes, scales = (each.split(sizes)[place] for each in (whole.data, how.scales))
         shape = torch.Size((sizes[place], how.shape[-1]))
         return packed.packed(codes, packed.Packing(self._form, scales, shape, how.dtype))
-
-    def _names_together(self, name: str) -> list[str]:
-        if FORMS[self._form].codec.of_whole:
-            for names in together_of(name):
-                return [each for each in names if each in self._names]
-        return [name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -209,7 +206,11 @@ def write(source: Path, folder: Path, config: Any, form: str, weights: Mapping[s
         weight_files.write(folder / file.name, layout, (load() for _, _, load in ordered.values()))
     if len(layouts) > 1:
         write_json(folder / weight_files.INDEX, weight_files.index(layouts))
-    _copy_settings(source, folder, plan.stated())
+    for file in source.iterdir():  # the tokenizer and all else that the merged model's folder has
+        if file.is_file() and ".safetensors" not in file.name and file.name not in _NOT_COPIED:
+            shutil.copyfile(file, folder / file.name)
+    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "config.json", {**values, "quantization_config": plan.stated()})
     return Written(model, source, folder, plan.parts)
 
 
@@ -333,10 +334,4 @@ def _blocks_of_rows(name: str, how: packed.Packing, rows: torch.Tensor, height: 
     return first // count * blocks + first % count // height
 
 
-def _copy_settings(source: Path, folder: Path, stated: dict[str, Any]) -> None:
-    """config.json with `quantization_config`, and the tokenizer and all else that the merged model's folder has."""
-    for file in source.iterdir():
-        if file.is_file() and ".safetensors" not in file.name and file.name not in _NOT_COPIED:
-            shutil.copyfile(file, folder / file.name)
-    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    write_json(folder / "config.json", {**values, "quantization_config": stated})
+EXPORTER = Exporter(check, make, forms)

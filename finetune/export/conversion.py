@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +16,9 @@ from torch import nn
 from finetune.config import Config, QuantizationSection
 from finetune.data.chat import prompt_ids
 from finetune.data.examples import RowError, asked, learnt
-from finetune.data.media import NOTHING, Shown
-from finetune.data.prepare import HELD_OUT
+from finetune.data.prepare import HELD_OUT, ComparedRows
 from finetune.export import proof
+from finetune.export.export_formats import ExportFormat
 from finetune.model import build
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
@@ -25,37 +29,20 @@ from finetune.storage.rundir import RunDirectory
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """One conversion: outputs are compared on the token ids `rows` of `rows_of`, which show the images `shown` and have
-    the `labels` (none: every token counts for the loss); `kind` is the type of a GGUF file.
+class ExportRequest:
+    """A run, finished or yet to be trained, and the form in which it is asked for: `kind` is the type of a GGUF file.
 
-    `base_identity` is that of `model.source.identity.of_base`. `load_merged` loads the merged model, which was proven
-    when it was published, to compute in a dtype (None: as written). `packed` weights, by the model's names, were
-    `rounded` with the training rows (the facts of that) and take the place of its own. `learns`: the kind of example,
-    of a run that does not say it yet.
+    `learns`: the kind of example, of a run that does not say it yet.
     """
 
     run: RunDirectory
     config: Config
     tokenizer: Any
-    rows: list[list[int]]
-    rows_of: str
     device: torch.device
     kind: str
-    base_identity: str | None
-    load_merged: Callable[[torch.dtype | None], Any]
-    shown: Shown = NOTHING
-    packed: Mapping[str, nn.Parameter] = field(default_factory=dict)
-    rounded: dict[str, Any] | None = None
-    labels: list[list[int]] = field(default_factory=list)
     learns: str | None = None
 
-    @property
-    def answers(self) -> list[list[int]]:
-        """The labels of the rows' tokens."""
-        return self.labels or self.rows
-
-    @property
+    @cached_property
     def architecture(self) -> Any:
         """transformers' configuration of the base."""
         return load_architecture(self.config.model)
@@ -78,9 +65,35 @@ class Conversion:
     def end_of_turn(self) -> int | None:
         return chat_template.end_of_turn(self.tokenizer)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion(ExportRequest):
+    """The conversion of a finished run: outputs are compared on the rows `compared`.
+
+    `base_identity` is that of `model.source.identity.of_base`. `load_merged` loads the merged model, which was proven
+    when it was published, to compute in a dtype (None: as written). `packed` weights, by the model's names, were
+    `rounded` with the training rows (the facts of that) and take the place of its own.
+    """
+
+    compared: ComparedRows
+    base_identity: str | None
+    load_merged: Callable[[torch.dtype | None], Any]
+    packed: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    rounded: dict[str, Any] | None = None
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """Token ids."""
+        return self.compared.ids
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """The labels of the rows' tokens; without any, every token counts for the loss."""
+        return self.compared.labels or self.rows
+
     def blueprint(self, quantization: QuantizationSection, dtype: torch.dtype) -> Blueprint:
         """The base with another quantization than in training."""
-        architecture = self.architecture
+        architecture = copy.deepcopy(self.architecture)  # loading changes it
         implementation = build.attention_of_exports(self.config, architecture, self.device.type)
         return Blueprint(self.config.model, quantization, architecture, implementation, dtype)
 
@@ -89,7 +102,7 @@ class Conversion:
         if self.config.model.weights == "random":
             return [torch.zeros(len(row), 1) for row in self.rows]
         base = self.blueprint(QuantizationSection(kind="none"), dtype).load(self.device)
-        logits = proof.logits(base, self.rows, self.shown)
+        logits = proof.logits(base, self.rows, self.compared.shown)
         del base
         libraries.return_freed_memory()
         return logits
@@ -119,8 +132,31 @@ class Conversion:
         unknown = None
         if self.config.model.weights == "random":
             unknown = "the base had random weights, which were not saved"
-        elif self.rows_of != HELD_OUT:
-            unknown = f"no rows are held out, and the loss of {self.rows_of} says nothing of new ones"
+        elif self.compared.name != HELD_OUT:
+            unknown = f"no rows are held out, and the loss of {self.compared.name} says nothing of new ones"
         return proof.served(
             trained, written, None if unknown else base, following or [row[1:] for row in self.answers], unknown
         )
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """How a format is exported.
+
+    `check` raises ConfigError for a run that the format cannot express, before anything is loaded, and MachineError for
+    one that this machine cannot make or prove. `make` writes the files to a folder, proves them, and returns the facts
+    of export.json. `forms`, of a format with packed weights: the form of each by name, of a model on the meta device in
+    a file of a kind.
+    """
+
+    check: Callable[[ExportRequest], None]
+    make: Callable[[Conversion, Path], dict[str, Any]]
+    forms: Callable[[Any, str], Mapping[str, str]] | None = None
+
+
+def exporter_of(form: ExportFormat) -> Exporter | None:
+    """The exporter of a format, with the libraries that it needs; None for the merged model itself."""
+    if not form.module:
+        return None
+    exporter: Exporter = importlib.import_module(f"finetune.export.{form.module}").EXPORTER
+    return exporter

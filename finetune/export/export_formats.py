@@ -14,11 +14,8 @@ from finetune.forms import FORMS
 class ExportFormat:
     """A form of a run's adapter or merged model for other programs.
 
-    `module` of this package has two functions of a `Conversion`: `check(job)` raises ConfigError for a run
-    that the format cannot express, before anything is loaded; `make(job, folder)` writes the files, proves them and
-    returns the facts of export.json. One that writes packed weights has `forms(model, kind)` as well: the form of each,
-    by name. `module` is empty for the merged model itself. `folder` is the name in the run directory; `merged`: whether
-    it is made from the merged model; `kind`: the form that a module of several writes.
+    `module` of this package has its `Exporter`, and is empty for the merged model itself. `folder` is the name in the
+    run directory; `merged`: whether it is made from the merged model; `kind`: the form that a module of several writes.
     """
 
     help: str

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from finetune.choices import config_of
@@ -16,8 +14,8 @@ from finetune.data import prepare
 from finetune.data.examples import learnt
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import finished_run, proof, server_commands, staging, upload
-from finetune.export.conversion import Conversion
-from finetune.export.export_formats import FORMATS, ExportFormat
+from finetune.export.conversion import Conversion, Exporter, ExportRequest, exporter_of
+from finetune.export.export_formats import FORMATS
 from finetune.export.gguf import gguf_types
 from finetune.export.merging import merge as merging
 from finetune.export.rounding import rounded_run
@@ -59,13 +57,17 @@ def export_model(
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
     kind = form.kind or type or _served_type(config.output)
+    exporter = exporter_of(form)
     if rounded:
-        _refuse_rounding(form, format, kind)
+        if not (exporter and exporter.forms):
+            raise ConfigError(f"`--rounded`: nothing is rounded in `{format}`; export a format that is quantized")
+        if kind not in serving.GRIDS:
+            raise ConfigError(f"`--rounded`: nothing is rounded in `{kind}`; add `--type`, such as `--type q4_k_m`")
     terminal = terminal or Terminal()
     with run.locked(), Signals(), libraries.alone():
         folder = run.path / form.folder
-        if form.module:
-            record = _converted(run, config, format, kind, terminal, rounded=rounded)
+        if exporter:
+            record = _converted(run, config, format, exporter, kind, terminal, rounded=rounded)
         elif config.adapter.kind == "none":
             record = merging.whole(run, config)
         else:
@@ -81,49 +83,50 @@ def export_model(
         record["prompts"] = prompts
     terminal.serves(record["serve"], prompts)
     if push:
-        _refuse_lossy(folder, record, push, anyway=anyway)
+        kept = record.get("gain_kept")
+        if kept is not None and kept < proof.LEAST_GAIN and not anyway:
+            raise ArtifactError(
+                f"{folder} is written, but not pushed to {push}: it keeps {kept:.1%} of what training gained in "
+                f"held-out loss, and less than {proof.LEAST_GAIN:.0%} is pushed only when asked twice. Export a form "
+                "with more bits, train on the base in this form (`output.serve`), or add `--anyway`"
+            )
         record["pushed"], record["also_there"] = upload.push(folder, push)
         terminal.pushed(record["pushed"], record["also_there"])
     return record
 
 
 def _converted(
-    run: RunDirectory, config: Config, format: str, kind: str, terminal: Terminal, *, rounded: bool
-) -> dict[str, Any]:
+    run: RunDirectory, config: Config, format: str, exporter: Exporter, kind: str, terminal: Terminal, *, rounded: bool
+) -> dict[str, Any]:  # fmt: skip
     """Convert the trained model to a format, merging it first if need be; returns the proof."""
     form = FORMATS[format]
     with _out_of_memory_explained(run, format):
-        job = _conversion(run, config, form, kind)
+        job = _conversion(run, config, exporter, kind)
         promised = (config.output.way, config.output.serve) == ("rounded", job.kind)
-        rounded = rounded or (promised and _rounds(form))
-        if config.quantization.kind in (*serving.GGUF, "gguf") and form.merged and not rounded:
-            _warn_of_rounding(run, kind)
+        rounded = rounded or (promised and exporter.forms is not None)
+        of_codes = config.quantization.kind in (*serving.GGUF, "gguf") and form.merged and not rounded
+        if of_codes and kind not in ("f16", "bf16"):
+            note_beside_output(
+                f"the adapter was trained on a base in served codes, and is merged and rounded again to {kind}, which "
+                f"may undo much of what it learned; `finetune export {run.quoted} --to adapter` serves it beside that "
+                "base, where nothing is lost"
+            )
+
         if form.merged and config.adapter.kind == "lora" and not run.is_merged:
             merge_locked(run, config, terminal, note_beside_output)
-        record = _convert(_rounded(job, form) if rounded else job, format, form)
+        if rounded and exporter.forms:
+            packed, facts = rounded_run.rounded(job, exporter.forms, note_beside_output)
+            job = replace(job, packed=packed, rounded=facts)
+        beside = {"rounded": job.rounded} if job.rounded else {}
+        beside |= _merged_model(job) if form.merged else {}
+        record = staging.publish(
+            run, config, run.path / form.folder,
+            lambda folder: {"format": format, **exporter.make(job, folder), "rows_of": job.compared.name, **beside},
+            base_identity=job.base_identity, device=job.device, record_file="export.json", written_as=form.help,
+        )  # fmt: skip
     run.event("exported", format=format, error=record["error"], agreement=record["agreement"])
     terminal.exported(run.path / form.folder, record)
     return record
-
-
-def _warn_of_rounding(run: RunDirectory, kind: str) -> None:
-    """Warn that an adapter trained on a base in served codes is merged, and the result rounded again."""
-    if kind not in ("f16", "bf16"):
-        note_beside_output(
-            f"the adapter was trained on a base in served codes, and is merged and rounded again to {kind}, which may "
-            f"undo much of what it learned; `finetune export {run.quoted} --to adapter` serves it beside that base, "
-            "where nothing is lost"
-        )
-
-
-def _refuse_lossy(folder: Path, record: dict[str, Any], push: str, *, anyway: bool) -> None:
-    kept = record.get("gain_kept")
-    if kept is not None and kept < proof.LEAST_GAIN and not anyway:
-        raise ArtifactError(
-            f"{folder} is written, but not pushed to {push}: it keeps {kept:.1%} of what training gained in held-out "
-            f"loss, and less than {proof.LEAST_GAIN:.0%} is pushed only when asked twice. Export a form with more "
-            "bits, train on the base in this form (`output.serve`), or add `--anyway`"
-        )
 
 
 def merge(
@@ -171,7 +174,7 @@ def _served_type(output: OutputSection) -> str:
     return output.serve if output.serve in gguf_types.TYPES and output.way != "adapter" else "f16"
 
 
-def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str) -> Conversion:
+def _conversion(run: RunDirectory, config: Config, exporter: Exporter, kind: str) -> Conversion:
     """The inputs of a conversion, checked before anything is loaded or written."""
     note, device = note_beside_output, this_device()
     tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
@@ -183,10 +186,10 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
         return finished_run.load_merged(run, config.model, device, dtype)
 
     job = Conversion(
-        run, config, tokenizer, compared.ids, compared.name, device, kind, base_identity, load_merged, compared.shown,
-        labels=compared.labels,
+        run=run, config=config, tokenizer=tokenizer, device=device, kind=kind, compared=compared,
+        base_identity=base_identity, load_merged=load_merged,
     )  # fmt: skip
-    _module(form).check(job)
+    exporter.check(job)
     return job
 
 
@@ -196,15 +199,12 @@ def check_served(run: RunDirectory, config: Config, tokenizer: Any, learns: str)
     `learns` is the kind of example that is trained. What the export needs of its machine does not matter yet.
     """
     form = FORMATS[serving.export_of(config.output) or "merged"]
-    if not form.module:
+    if not (exporter := exporter_of(form)):
         return
     kind = form.kind or _served_type(config.output)
-    job = Conversion(
-        run, config, tokenizer, [], "", this_device(), kind, None, lambda dtype: None, learns=learns
-    )  # fmt: skip
     try:
         with contextlib.suppress(MachineError):
-            _module(form).check(job)
+            exporter.check(ExportRequest(run, config, tokenizer, this_device(), kind, learns))
     except ConfigError as error:
         of_template = "`output.runtime: llama.cpp`, or " if form is FORMATS["ollama"] else ""
         raise ConfigError(
@@ -213,38 +213,13 @@ def check_served(run: RunDirectory, config: Config, tokenizer: Any, learns: str)
         ) from None
 
 
-def _refuse_rounding(form: ExportFormat, name: str, kind: str) -> None:
-    if not _rounds(form):
-        raise ConfigError(f"`--rounded`: nothing is rounded in `{name}`; export a format that is quantized")
-    if kind not in serving.GRIDS:
-        raise ConfigError(f"`--rounded`: nothing is rounded in `{kind}`; add `--type`, such as `--type q4_k_m`")
-
-
-def _rounds(form: ExportFormat) -> bool:
-    return bool(form.module) and hasattr(_module(form), "forms")
-
-
-def _rounded(job: Conversion, form: ExportFormat) -> Conversion:
-    packed, facts = rounded_run.rounded(job, _module(form).forms, note_beside_output)
-    return replace(job, packed=packed, rounded=facts)
-
-
 def rounding_bytes(config: Config, device_type: str) -> int | None:
     """Peak bytes on the device while a job's merged model is rounded with training rows; None if it is not."""
     form = FORMATS[serving.export_of(config.output) or "merged"]
-    if config.output.way != "rounded" or not _rounds(form):
+    exporter = exporter_of(form) if config.output.way == "rounded" else None
+    if not (exporter and exporter.forms):
         return None
-    return rounded_run.planned_bytes(config, _module(form).forms, device_type)
-
-
-def _convert(job: Conversion, name: str, form: ExportFormat) -> dict[str, Any]:
-    make, rounded = _module(form).make, {"rounded": job.rounded} if job.rounded else {}
-    made_of = _merged_model(job) if form.merged else {}
-    return staging.publish(
-        job.run, job.config, job.run.path / form.folder,
-        lambda folder: {"format": name, **make(job, folder), "rows_of": job.rows_of, **rounded, **made_of},
-        base_identity=job.base_identity, device=job.device, record_file="export.json", written_as=form.help,
-    )  # fmt: skip
+    return rounded_run.planned_bytes(config, exporter.forms, device_type)
 
 
 def _merged_model(job: Conversion) -> dict[str, Any]:
@@ -255,7 +230,3 @@ def _merged_model(job: Conversion) -> dict[str, Any]:
         return {}
     kind = job.config.quantization.kind
     return {"merged": {"trained_on": kind, **proof["served"], "gain_kept": proof.get("gain_kept")}}
-
-
-def _module(form: ExportFormat) -> Any:
-    return importlib.import_module(f"finetune.export.{form.module}")

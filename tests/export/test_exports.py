@@ -32,7 +32,7 @@ from transformers.cli.serve import Serve
 from finetune.config import ModelSection, dump
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import adapter_export, card, export_formats, finished_run, proof, publish, server_commands, upload
-from finetune.export.conversion import Conversion
+from finetune.export.conversion import ExportRequest
 from finetune.export.gguf import gguf_model, gguf_recipes, gguf_types, llama_cpp, ollama
 from finetune.model import build
 from finetune.model.source import chat_template, gguf_names
@@ -145,11 +145,11 @@ def test_llama_cpp_runs_the_rewritten_adapter_as_peft_does(tiny_base: Path, tmp_
         assert error < 0.1 < 1 < effect
 
 
-def job(run: RunDirectory, **changes: Any) -> Conversion:
+def job(run: RunDirectory, **changes: Any) -> ExportRequest:
     config = run.config()
     section = config.adapter.model_copy(update=changes)
     config = config.model_copy(update={"adapter": section})
-    return Conversion(run, config, None, [], "the evaluation set", CPU, "f16", None, lambda dtype: None)
+    return ExportRequest(run, config, None, CPU, "f16")
 
 
 def test_an_adapter_without_a_plain_form_is_refused(trained: RunDirectory) -> None:

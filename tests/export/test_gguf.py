@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM
 import finetune
 from finetune.choices import load_config
 from finetune.data.examples import Chat
+from finetune.data.media import NOTHING
+from finetune.data.prepare import ComparedRows
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export, gguf_model, gguf_recipes, gguf_types, gguf_vocabulary, llama_cpp
@@ -111,9 +113,11 @@ def made_of(name: str, folder: Path, kind: str = "f16", **room: Any) -> Conversi
     def load(dtype: torch.dtype | None) -> Any:
         return AutoModelForCausalLM.from_pretrained(run.merged, dtype=dtype)
 
+    compared = ComparedRows([ids[:100], ids[100:120]], [], NOTHING, "the rows")
     return Conversion(
-        run, load_config(TINY, job), tokenizer, [ids[:100], ids[100:120]], "the rows", CPU, kind, None, load
-    )
+        run=run, config=load_config(TINY, job), tokenizer=tokenizer, device=CPU, kind=kind, compared=compared,
+        base_identity=None, load_merged=load,
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from finetune.config import ModelSection
 from finetune.config.sections import RopeScaling
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import finished_run, publish
-from finetune.export.conversion import Conversion
+from finetune.export.conversion import ExportRequest
 from finetune.export.gguf import gguf_export
 from finetune.export.rounding import calibration, memory, rounded_run
 from finetune.export.rounding.compensated import DAMPING, compensated
@@ -350,21 +350,21 @@ def test_an_export_is_rounded_with_the_rows(merged_run: RunDirectory) -> None:
 
 
 @pytest.fixture
-def job_of(run: RunDirectory, shallow_base: Path) -> Callable[[str], Conversion]:
+def job_of(run: RunDirectory, shallow_base: Path) -> Callable[[str], ExportRequest]:
     """A function from a kind to the conversion of a run whose merged model is the base itself."""
     config = run.config().changed({"model.name": str(shallow_base)})
     shutil.copytree(shallow_base, run.merged)
     tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
 
-    def make(kind: str) -> Conversion:
-        return Conversion(run, config, tokenizer, [], "", CPU, kind, None, lambda dtype: None)
+    def make(kind: str) -> ExportRequest:
+        return ExportRequest(run, config, tokenizer, CPU, kind)
 
     return make
 
 
 @pytest.mark.slow
 def test_a_full_disk_is_reported_with_the_folder_and_what_was_kept_is_used_again(
-    job_of: Callable[[str], Conversion], monkeypatch: pytest.MonkeyPatch
+    job_of: Callable[[str], ExportRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "TOKENS", 512)  # as many as the run has rows for
     job, written, said = job_of("q4_0"), weight_files.write, list[str]()
@@ -396,14 +396,16 @@ def test_a_full_disk_is_reported_with_the_folder_and_what_was_kept_is_used_again
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
-def test_a_gguf_file_of_4_bit_floats_is_rounded_in_all_layers(kind: str, job_of: Callable[[str], Conversion]) -> None:
+def test_a_gguf_file_of_4_bit_floats_is_rounded_in_all_layers(
+    kind: str, job_of: Callable[[str], ExportRequest]
+) -> None:
     found, _ = rounded_run.rounded(job_of(kind), gguf_export.forms, lambda text: None)
     how = {name: packed.packing_of(weight) for name, weight in found.items()}
     assert {one.form for name, one in how.items() if one and ".layers." in name} == {kind}
     assert {one.form for name, one in how.items() if one and ".layers." not in name} == {"q8_0"}
 
 
-def test_a_merged_model_with_rotary_scaling_is_rounded(job_of: Callable[[str], Conversion]) -> None:
+def test_a_merged_model_with_rotary_scaling_is_rounded(job_of: Callable[[str], ExportRequest]) -> None:
     job = job_of("q8_0")
     section = ModelSection(name=job.config.model.name, rope_scaling=RopeScaling(rope_type="yarn", factor=2.0))
     load_architecture(section).save_pretrained(job.run.merged)

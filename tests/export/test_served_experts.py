@@ -20,7 +20,7 @@ import finetune
 from finetune.config import AdapterSection, ModelSection
 from finetune.errors import ConfigError
 from finetune.export import adapter_export, server_commands, server_experts, server_names
-from finetune.export.conversion import Conversion
+from finetune.export.conversion import ExportRequest
 from finetune.model import build
 from finetune.model.adapters import adapter, adapter_files
 from finetune.model.adapters.plain_form import FUSED, SEPARATE
@@ -136,4 +136,4 @@ def test_what_vllm_would_not_serve_is_refused(name: str, targets: Any, why: str,
     every_architecture.config(name).save_pretrained(tmp_path)
     config = BF16.changed({"model.name": str(tmp_path), "model.weights": "random", "adapter.targets": targets})
     with refusal(ConfigError, why, "`merged`"):
-        adapter_export.check(Conversion(RunDirectory(tmp_path), config, None, [], "", CPU, "f16", None, lambda _: None))
+        adapter_export.check(ExportRequest(RunDirectory(tmp_path), config, None, CPU, "f16"))

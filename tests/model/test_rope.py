@@ -19,6 +19,7 @@ from finetune.config import Config, ModelSection
 from finetune.config.sections import RopeScaling
 from finetune.errors import ConfigError
 from finetune.export import adapter_export, card, server_commands
+from finetune.export.conversion import ExportRequest
 from finetune.export.gguf import gguf_model
 from finetune.model import bounds, build
 from finetune.model.base import load_architecture
@@ -110,9 +111,7 @@ def test_llama_cpp_reads_the_factors_of_llama3_for_llama_alone() -> None:
 
 
 def test_the_commands_that_serve_an_adapter_scale_the_base() -> None:
-    job = adapter_export.Conversion(
-        RunDirectory("x"), Config(model=section("yarn")), None, [], "", None, "", None, None
-    )  # type: ignore[arg-type]
+    job = ExportRequest(RunDirectory("x"), Config(model=section("yarn")), None, torch.device("cpu"), "")
     overrides = adapter_export._overrides(job)
     assert overrides["rope_parameters"]["factor"] == 4
     record = {"rank": 8, "gguf": "adapter.gguf", "base_overrides": overrides}

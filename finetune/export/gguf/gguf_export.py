@@ -15,7 +15,7 @@ from finetune.config.field_types import pick
 from finetune.config.serving import GRIDS
 from finetune.errors import ConfigError, MachineError
 from finetune.export import proof
-from finetune.export.conversion import Conversion
+from finetune.export.conversion import Conversion, Exporter, ExportRequest
 from finetune.export.gguf import gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp
 from finetune.export.gguf.gguf_types import TYPES
 from finetune.forms import FORMS
@@ -25,7 +25,7 @@ from finetune.model.structure import experts, quantizers
 from finetune.runtime import libraries, patches
 
 
-def check(job: Conversion) -> None:
+def check(job: ExportRequest) -> None:
     """Raise ConfigError if llama.cpp cannot express the model or its tokenizer, MachineError if this machine lacks the
     program that makes or proves the file.
     """
@@ -81,12 +81,19 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     file, mixed = folder / file_name(job.kind), TYPES[job.kind].mixed
     # Prompts within llama.cpp's context that leave room for the next token.
     longest = gguf_model.context(job.architecture)[0] - 1
-    rows, labels = ([row[:longest] for row in each] for each in (job.rows, job.labels))
-    job = replace(job, rows=rows, labels=labels)
-    dtype = _dtype(job)
-    model = job.load_merged(dtype)
+    rows, labels = ([row[:longest] for row in each] for each in (job.rows, job.compared.labels))
+    job = replace(job, compared=job.compared._replace(ids=rows, labels=labels))
+    # In float32 if a CPU has room for it, else as the model is written: the files are twice as large then, and the
+    # reader holds two copies for a while.
+    stored_bytes = sum(file.stat().st_size for file in job.run.merged.glob("*.safetensors"))
+    has_room = job.device.type == "cpu" and 4 * stored_bytes < psutil.virtual_memory().available
+    model = job.load_merged(torch.float32 if has_room else None)
     trained = proof.logits(model, job.rows)
-    approximated, expected = _approximated(job, model, trained)
+    approximated, expected = [], trained
+    if said := gguf_families.family(model.config).approximate(model):
+        expected = proof.logits(model, job.rows)
+        error = proof.compare(expected, trained, trained, 1.0, mixture=experts.is_mixture(model)).error
+        approximated = [f"{said}: its logits differ by {error:.2%} on the rows that were compared"]
     dtype, config = model.dtype, model.config
     model = model.to("meta")  # its modules are looked at below
     libraries.return_freed_memory()
@@ -135,16 +142,6 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     }
 
 
-def _approximated(job: Conversion, model: Any, trained: list[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
-    """Known differences of llama.cpp from `model`, as sentences, and the logits expected of it."""
-    said = gguf_families.family(model.config).approximate(model)
-    if said is None:
-        return [], trained
-    expected = proof.logits(model, job.rows)
-    error = proof.compare(expected, trained, trained, 1.0, mixture=experts.is_mixture(model)).error
-    return [f"{said}: its logits differ by {error:.2%} on the rows that were compared"], expected
-
-
 def is_readable(config: Any, kind: str) -> bool:
     """Whether transformers reads a file of this type; it ignores factors of matrices."""
     form = FORMS.get(kind)
@@ -170,9 +167,4 @@ def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> A
         )
 
 
-def _dtype(job: Conversion) -> torch.dtype | None:
-    """The type in which logits are computed: float32 if a CPU has room for it, else None, as the model is written."""
-    stored_bytes = sum(file.stat().st_size for file in job.run.merged.glob("*.safetensors"))
-    # Twice as much in float32, and the reader holds two copies for a while.
-    has_room = job.device.type == "cpu" and 4 * stored_bytes < psutil.virtual_memory().available
-    return torch.float32 if has_room else None
+EXPORTER = Exporter(check, make, forms)

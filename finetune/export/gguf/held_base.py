@@ -15,7 +15,7 @@ from torch import nn
 
 from finetune.config.serving import GGUF, RUNTIMES
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export.conversion import Conversion
+from finetune.export.conversion import Conversion, ExportRequest
 from finetune.export.gguf import gguf_export, gguf_model, gguf_vocabulary, llama_cpp
 from finetune.export.gguf.gguf_types import TYPES
 from finetune.forms import packed
@@ -27,7 +27,7 @@ HeldWeights = dict[str, nn.Parameter]
 """The packed weights of a base, or the matrices of one in 16 bit, by name."""
 
 
-def wanted(job: Conversion) -> bool:
+def wanted(job: ExportRequest) -> bool:
     """Whether training held the base in a form of GGUF files, and the run serves it in that form."""
     kind, output = job.config.quantization.kind, job.config.output
     if job.config.scorer:
@@ -37,7 +37,7 @@ def wanted(job: Conversion) -> bool:
     return kind in (*GGUF, "gguf") or (output.runtime == "llama.cpp" and with_adapters)
 
 
-def check(job: Conversion) -> None:
+def check(job: ExportRequest) -> None:
     """Raise ConfigError for a base that no GGUF file can hold, MachineError if nothing here can read one of it."""
     if job.config.model.weights == "random":
         raise ConfigError(f"{job.run.path} has random weights as its base, which were not kept; train on a base")
@@ -70,7 +70,10 @@ def write(job: Conversion, base: Any, folder: Path) -> tuple[Path, HeldWeights, 
     if kind == "gguf":
         return Path(job.config.model.name), packed_ones, []
     folder.mkdir()
-    kind = _sixteen_bit(job) if kind == "none" else kind
+    if kind == "none":  # in 16 bit: the type of the training, or for one in float32 that of the base's files
+        dtype = base_dtype(job.config.adapter, job.config.training)
+        kind = gguf_model.SIXTEEN_BIT.get(dtype) or gguf_model.stored_type(_source(job))
+        kind = kind if kind in TYPES else "f16"
     file = folder / gguf_export.file_name(kind)
     differences = gguf_model.write(
         _source(job), job.architecture, job.tokenizer, file, kind, packed=packed_ones,
@@ -81,13 +84,6 @@ def write(job: Conversion, base: Any, folder: Path) -> tuple[Path, HeldWeights, 
 
 def _source(job: Conversion) -> Path:
     return weights_directory(job.config.model.name, job.config.model.revision)
-
-
-def _sixteen_bit(job: Conversion) -> str:
-    """The type of a file in 16 bit: that of the training, or for one in float32 that of the base's files."""
-    dtype = base_dtype(job.config.adapter, job.config.training)
-    kind = gguf_model.SIXTEEN_BIT.get(dtype) or gguf_model.stored_type(_source(job))
-    return kind if kind in TYPES else "f16"
 
 
 def read(job: Conversion, file: Path, held: HeldWeights, dtype: torch.dtype) -> Any | None:

@@ -17,11 +17,9 @@ from typing import Any
 from finetune.data.examples import Chat, Completion, learnt
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import server_commands
-from finetune.export.conversion import Conversion
+from finetune.export.conversion import Conversion, Exporter, ExportRequest
 from finetune.export.gguf import gguf_export
 from finetune.model.source import chat_template
-
-forms = gguf_export.forms
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
@@ -73,7 +71,7 @@ class Turns:
         return f"{{{{ range $i, $m := .Messages }}}}{turns}{{{{ end }}}}{end}"
 
 
-def check(job: Conversion) -> None:
+def check(job: ExportRequest) -> None:
     """Raise ConfigError if the model has no GGUF form, or Ollama cannot express its chat template or a stop token."""
     modelfile(gguf_export.file_name(job.kind), _template(job)[0], _stops(job))
     gguf_export.check(job)
@@ -117,11 +115,11 @@ def _value(text: str) -> str:
     )
 
 
-def _stops(job: Conversion) -> list[str]:
+def _stops(job: ExportRequest) -> list[str]:
     return [job.tokenizer.convert_ids_to_tokens(token) for token in chat_template.stop_ids(job.tokenizer)]
 
 
-def _template(job: Conversion) -> tuple[str, list[str]]:
+def _template(job: ExportRequest) -> tuple[str, list[str]]:
     """The Go template, and its differences from the chat template."""
     if not isinstance(job.example, Chat):
         separator = job.config.data.separator if isinstance(job.example, Completion) else ""
@@ -185,3 +183,6 @@ def _refused(why: str) -> ConfigError:
         f"the chat template has no form in Ollama's language: {why}; export `gguf` for llama.cpp's server, which reads "
         "the template itself"
     )
+
+
+EXPORTER = Exporter(check, make, gguf_export.forms)

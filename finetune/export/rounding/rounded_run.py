@@ -14,7 +14,7 @@ from torch import nn
 from finetune.config import Config, QuantizationSection, TrainingSection
 from finetune.data.prepare import media_of
 from finetune.errors import MachineError
-from finetune.export.conversion import Conversion
+from finetune.export.conversion import ExportRequest
 from finetune.export.rounding import calibration, memory, part_files
 from finetune.export.rounding.layers import LayerRounding
 from finetune.model import build
@@ -33,7 +33,7 @@ Forms = Callable[[Any, str], Mapping[str, str]]
 
 
 def rounded(
-    job: Conversion, forms: Forms, note: Callable[[str], None]
+    job: ExportRequest, forms: Forms, note: Callable[[str], None]
 ) -> tuple[dict[str, nn.Parameter], dict[str, Any]]:
     """The packed weights of the run's merged model, by their names in it, and the facts of how they were made.
 
