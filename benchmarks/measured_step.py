@@ -309,8 +309,8 @@ def train(
         )  # fmt: skip
         built()
         job = training.TrainingJob(
-            config, architecture, whole, tokenizer, data, run, monitor, _Silent(),
-            Trackers(config.tracking, run, config, print), device=device, signals=Signals(),
+            config, architecture, whole, tokenizer, data, training.Process(device, monitor, Signals()),
+            training.Outlets(run, _Silent(), Trackers(config.tracking, run, config, print)),
             provenance=dict.fromkeys(("base", "data", "packages")),
         )  # fmt: skip
         with (

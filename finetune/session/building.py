@@ -17,8 +17,9 @@ from finetune.session.inputs import JobInputs
 from finetune.session.opening import Opened
 from finetune.session.start import Session
 from finetune.training import learning_rate, model_setup, sample_answers, strategies
-from finetune.training.callbacks import Callback
-from finetune.training.job import TrainingJob
+from finetune.training.callbacks import Callback, Callbacks
+from finetune.training.job import Process, TrainingJob
+from finetune.training.recorder import Outlets
 from finetune.training.sample_answers import Asked
 from finetune.training.tracking import Trackers
 
@@ -47,10 +48,11 @@ def load_and_adapt(
     capacity = learning_rate.capacity(config, model, inputs.data.train_counts)
     terminal.built(model, adapter.left_out(base, config.adapter), capacity)
     return TrainingJob(
-        config, inputs.blueprint.architecture, model, inputs.tokenizer, inputs.data, opened.run, monitor, terminal,
-        trackers, device=device, signals=session.signals, provenance=provenance, resume_from=start.checkpoint,
-        by_length=job.forecast.by_length if job.forecast else (), callbacks=callbacks, kernels_off=job.kernels_off,
-        resident=resident,
+        config, inputs.blueprint.architecture, model, inputs.tokenizer, inputs.data,
+        process=Process(device, monitor, session.signals),
+        outlets=Outlets(opened.run, terminal, trackers, Callbacks(callbacks if ranks.is_main() else ())),
+        provenance=provenance, resume_from=start.checkpoint,
+        by_length=job.forecast.by_length if job.forecast else (), kernels_off=job.kernels_off, resident=resident,
     ), answered  # fmt: skip
 
 
@@ -66,10 +68,10 @@ def complete(training: TrainingJob, job: Job, prepared: Job, session: Session) -
     if not ruled_out:
         return training, job
     session.terminal.note("planning again, without what is off")
-    run, model = training.run, training.model
+    run, model = training.outlets.run, training.model
     job = resolve(replace(prepared, kernels_off=training.kernels_off), earlier=run, until="memory")
     layers = checkpointing.layers(model)
-    checkpointing.apply(model, job.config.memory, training.device.type)
+    checkpointing.apply(model, job.config.memory, training.process.device.type)
     checkpointing.choose(model, checkpointing.pattern(job.config.memory.checkpointing, len(layers)))
     if ranks.is_main():
         run.event("kernels_ruled_out", kernels=ruled_out)

@@ -19,7 +19,6 @@ from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.device import require_default_stream
 from finetune.training import optimizers, probe_table, schedules, strategies
 from finetune.training.batches import PreparedRows, StepSource
-from finetune.training.callbacks import Callbacks
 from finetune.training.checkpoints import Checkpoints
 from finetune.training.collator import MicroBatches, cannot_share, micro_batching
 from finetune.training.eval_loss import EvalLoss
@@ -35,13 +34,13 @@ from finetune.training.recorder import MetricsRecorder
 from finetune.training.step import Step
 
 
-def assemble(job: TrainingJob, callbacks: Callbacks, steps: StepSource | None = None) -> Loop:
+def assemble(job: TrainingJob, steps: StepSource | None = None) -> Loop:
     """The loop of a job whose model is complete, on `steps`, by default of its prepared rows."""
-    config, training, run = job.config, job.config.training, job.run
-    profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.device)
+    config, training, run = job.config, job.config.training, job.outlets.run
+    profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.process.device)
     objective = objectives.of(config)
     falls = Falls() if objective.reference and "nll_weight" in objective.settings else None
-    recorder = MetricsRecorder(run, job.monitor, job.listener, job.trackers, profiler, callbacks, falls)
+    recorder = MetricsRecorder(job.outlets, job.process.monitor, profiler, falls)
     collate = collator(job)
     step = _step(job, recorder, collate)
     steps = steps or prepared_rows(job, collate)
@@ -49,11 +48,11 @@ def assemble(job: TrainingJob, callbacks: Callbacks, steps: StepSource | None = 
     progress.total = training.max_steps or math.ceil(training.epochs * steps.in_epoch)
     schedule = schedules.scheduler(training, step.engine.optimizer, progress.total)
     checkpoints = Checkpoints(
-        step, schedule, run, job.monitor, keep=config.output.keep, provenance=job.provenance,
-        verified={job.resume_from} if job.resume_from else set(), saved=callbacks.saved,
-        confirm=identity.Mapped(config.model).check if job.device.type == "cpu" else lambda: None,
+        step, schedule, run, keep=config.output.keep, provenance=job.provenance,
+        verified={job.resume_from} if job.resume_from else set(), saved=job.outlets.callbacks.saved,
+        confirm=identity.Mapped(config.model).check if job.process.device.type == "cpu" else lambda: None,
     )  # fmt: skip
-    report = OutOfMemoryReport(config, run, job.listener, progress, checkpoints, job.data, job.device)
+    report = OutOfMemoryReport(config, run, job.outlets.listener, progress, checkpoints, job.data, job.process.device)
     evaluation = None
     if job.data.eval is not None:
         evaluation = EvalLoss(step, job.data.eval, collate, training.batch_size, report.of_evaluation)
@@ -75,7 +74,7 @@ def assemble(job: TrainingJob, callbacks: Callbacks, steps: StepSource | None = 
         recorder=recorder,
         checkpoints=checkpoints,
         evaluation=evaluation,
-        signals=job.signals,
+        signals=job.process.signals,
     )
 
 
@@ -89,12 +88,12 @@ def _untrained_settings(job: TrainingJob) -> str:
 
 
 def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) -> Step:
-    model, device, config, training = job.model, job.device, job.config, job.config.training
+    model, device, config, training = job.model, job.process.device, job.config, job.config.training
     updated_on = next(weight.device.type for weight in model.parameters() if weight.requires_grad)
     managed = updated_on == "cuda" and driver.shares_managed_memory(torch.cuda.current_device())
     name, replaced = optimizers.choose(config.optimizer, updated_on, managed_memory=managed)
     if replaced:
-        job.listener.note(replaced)
+        job.outlets.listener.note(replaced)
     optimizer = optimizers.make(name, config.optimizer, training.rate, model)
     require_default_stream(device)
     scaler = torch.amp.GradScaler(device.type) if training.precision == "fp16" else None
@@ -107,7 +106,7 @@ def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) ->
         max_grad_norm=training.max_grad_norm,
         masked=causality.needs_mask(model.config, training.precision, causality.capability_of(device)),
         device=device,
-        monitor=job.monitor,
+        monitor=job.process.monitor,
         context=config.distributed.context,
         noise=Noise(model, alpha, training.seed) if (alpha := training.neftune_noise_alpha) else None,
         levels=ByLength(model, config.memory.checkpointing, job.by_length) if job.by_length else None,
@@ -121,15 +120,15 @@ def collator(job: TrainingJob) -> MicroBatches:
     config = job.config
     way = micro_batching(config, job.architecture)
     if way.shares:
-        with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
+        with autocast(config.training.precision, job.process.device), libraries.without_cudnn_attention():
             unlike = probe_table.run("sharing", Subject(config, job.model))
         for line in unlike:
-            job.listener.note(line)
+            job.outlets.listener.note(line)
         # Ranks that divide a step differently would wait for each other's passes for ever.
         way = replace(way, shares=not any(ranks.gathered(unlike)))
     elif way.packed and way.layout.sequences > 1:
         why = cannot_share(config, job.architecture)
-        job.listener.note(f"a prompt is computed once for each answer, not for both: {why}")
+        job.outlets.listener.note(f"a prompt is computed once for each answer, not for both: {why}")
     return MicroBatches(
         way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), config.distributed.context,
         job.data.media,
@@ -142,4 +141,4 @@ def prepared_rows(job: TrainingJob, collate: MicroBatches) -> PreparedRows:
     # The order of a run must outlive a change of what lets segments share tokens, such as `kernels.compile`.
     sizes = Sizes.of(rows, replace(collate.way, shares=False))
     order = RowOrder(sizes.lengths, training.batch_size, training.seed, training.group_by_length, sizes.areas)
-    return PreparedRows(rows, order, collate, training.batch_size, on_card=job.device.type == "cuda")
+    return PreparedRows(rows, order, collate, training.batch_size, on_card=job.process.device.type == "cuda")

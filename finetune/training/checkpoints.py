@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import MachineError
-from finetune.measure.monitor import Monitor, Peak
+from finetune.measure.monitor import Peak
 from finetune.measure.out_of_memory import while_writing
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
@@ -35,7 +35,6 @@ class Checkpoints:
     step: Step
     schedule: Any
     run: RunDirectory
-    monitor: Monitor
     keep: int
     provenance: dict[str, Any]
     verified: set[Path]
@@ -62,9 +61,9 @@ class Checkpoints:
         self.wait()
         self.confirm()
         started = time.perf_counter()
-        first = "save" not in self.monitor.run
-        with self.monitor.counting_tensors() if first else contextlib.nullcontext():
-            self.monitor.enter("save")
+        first = "save" not in self.step.monitor.run
+        with self.step.monitor.counting_tensors() if first else contextlib.nullcontext():
+            self.step.monitor.enter("save")
             try:
                 random_states = ranks.gathered(RandomState().as_json())
                 with while_writing(self.run.checkpoint(progress.step)):
@@ -74,8 +73,8 @@ class Checkpoints:
                         else None
                     )
             finally:
-                peak = self.monitor.leave()
-        self.monitor.take("save")
+                peak = self.step.monitor.leave()
+        self.step.monitor.take("save")
         if contents and ranks.is_main():
             # A daemon thread, so that a second Ctrl-C ends the process at once; an unfinished save does no harm.
             arguments = contents, progress.best_step, time.perf_counter() - started, peak

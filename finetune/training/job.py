@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,7 @@ from finetune.measure.monitor import Monitor
 from finetune.model.resident import ResidentBase
 from finetune.runtime.signals import Signals
 from finetune.storage.records import UpTo
-from finetune.storage.rundir import RunDirectory
-from finetune.training.callbacks import Callback
-from finetune.training.recorder import Listener
-from finetune.training.tracking import Trackers
+from finetune.training.recorder import Outlets
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,15 @@ class Outcome:
 
     steps: int
     best_step: int | None
+
+
+@dataclass(frozen=True)
+class Process:
+    """The process of a rank: the device that it computes on, the memory used there, and the signals that it gets."""
+
+    device: torch.device
+    monitor: Monitor
+    signals: Signals
 
 
 @dataclass(frozen=True)
@@ -44,15 +50,10 @@ class TrainingJob:
     model: Any
     tokenizer: Any
     data: Prepared
-    run: RunDirectory
-    monitor: Monitor
-    listener: Listener
-    trackers: Trackers
-    device: torch.device
-    signals: Signals
+    process: Process
+    outlets: Outlets
     provenance: dict[str, Any]
     resume_from: Path | None = None
     by_length: Sequence[UpTo] = ()
-    callbacks: Iterable[Callback] = ()
     kernels_off: frozenset[str] = frozenset()
     resident: ResidentBase | None = None

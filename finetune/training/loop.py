@@ -159,7 +159,7 @@ class Loop:
 
     def _signalled(self) -> tuple[bool, bool]:
         """Whether a signal to any rank requests a checkpoint, and whether one or a failed callback requests the end."""
-        came = ranks.gathered((self.signals.take_save(), self.signals.name, self.recorder.callbacks.failed))
+        came = ranks.gathered((self.signals.take_save(), self.signals.name, self.recorder.outlets.callbacks.failed))
         # Not `signals.name`: a signal that arrived during the exchange is not known to other ranks until the next step.
         name = next((name for _, name, _ in came if name), None)
         self.signals.take_stop(name)
@@ -168,7 +168,7 @@ class Loop:
     @property
     def _failed_alone(self) -> bool:
         """Whether a callback failed and no other rank has to know it first."""
-        return self.recorder.callbacks.failed and self.step.engine.world_size == 1
+        return self.recorder.outlets.callbacks.failed and self.step.engine.world_size == 1
 
     def _evaluate_or_postpone(self, stop: bool) -> tuple[bool, bool]:
         """Evaluate after a step; return whether the value is the best so far, and whether a signal ends the run.
@@ -177,7 +177,7 @@ class Loop:
         """
         several = self.step.engine.world_size > 1
         try:
-            if stop and (several or self.recorder.callbacks.failed):
+            if stop and (several or self.recorder.outlets.callbacks.failed):
                 raise _CutShort
             value = self._evaluate()
         except DataError:

@@ -22,7 +22,7 @@ from finetune.training.probe_table import Subject
 def complete(job: TrainingJob) -> TrainingJob:
     """Complete a job's model; the job with the kernels that it rules out. Raises ConfigError or MachineError."""
     config, model = job.config, job.model
-    with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
+    with autocast(config.training.precision, job.process.device), libraries.without_cudnn_attention():
         attached, off = _fuse(job)
         probe_table.run("built", Subject(config, model, media=job.data.media))
         if config.kernels.compile == "layers":
@@ -48,7 +48,7 @@ def in_training(job: TrainingJob) -> Iterator[None]:
 def _fuse(job: TrainingJob) -> tuple[kernels.Attached, set[str]]:
     """Fuse what kernels can compute; also returns the kernels that do not compute what this model does."""
     fused = job.config.fused
-    triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
+    triton = job.process.device.type != "cuda" or libraries.triton_obstacle() is None
     off = sorted(job.kernels_off)
     if off and fused == "on":
         names = ", ".join(f"`{name}`" for name in off)
@@ -63,34 +63,34 @@ def _fuse(job: TrainingJob) -> tuple[kernels.Attached, set[str]]:
         raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
     fused_now = ", ".join(f"{len(modules)} {name}" for name, modules in attached.replaced.items() if modules)
     for line in (*([f"kernels: fused {fused_now}"] if fused_now else []), *attached.lines, *unlike):
-        job.listener.note(line)
+        job.outlets.listener.note(line)
     return attached, fusing - attached.fusing
 
 
 def _attach_loss(job: TrainingJob) -> set[str]:
     """Let the model score labels; `loss` if the fused one is not what this model's head computes."""
     if unbalanced := log_probs.attach(job.model):
-        job.listener.note(unbalanced)
+        job.outlets.listener.note(unbalanced)
     unlike = probe_table.run("scoring", Subject(job.config, job.model, off=job.kernels_off))
     if unlike and job.config.fused == "on" and "loss" not in job.kernels_off:
         raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
     for line in unlike:
-        job.listener.note(line)
+        job.outlets.listener.note(line)
     return {"loss"} if unlike else set()
 
 
 def _compile(job: TrainingJob, attached: kernels.Attached) -> None:
-    if obstacle := compiled.obstacle() if job.device.type == "cpu" else libraries.triton_obstacle():
+    if obstacle := compiled.obstacle() if job.process.device.type == "cpu" else libraries.triton_obstacle():
         raise MachineError(f"`kernels.compile: layers`: {obstacle}; install a compiler, or set `none`")
     for line in compiled.attach(job.model, attached):
-        job.listener.note(line)
+        job.outlets.listener.note(line)
 
 
 @contextlib.contextmanager
 def _splitting(job: TrainingJob) -> Iterator[None]:
     """In the block, rows are split over `distributed.context` ranks; then no rank refers to the group they form."""
     group = ranks.group_of(job.config.distributed.context)
-    with autocast(job.config.training.precision, job.device):
+    with autocast(job.config.training.precision, job.process.device):
         probe_table.run("split", Subject(job.config, job.model, group=group))
     with context.split(job.model, group):
         yield

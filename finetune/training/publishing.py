@@ -28,16 +28,16 @@ def load_best(job: TrainingJob, weights: WeightAccess, best: Path | None) -> Non
     """Restore the weights of the checkpoint `best`, if there is one. All ranks must call it if they hold parts."""
     if best:
         restore_weights(weights, best)
-        job.run.event("best_loaded", step=checkpoint_step(best))
+        job.outlets.run.event("best_loaded", step=checkpoint_step(best))
 
 
 def best_checkpoint(job: TrainingJob, progress: Progress) -> Path | None:
     """The checkpoint of the best evaluation, if it is to be published; None if it is the last step or not on disk."""
-    best, run = progress.best_step, job.run
+    best, run, note = progress.best_step, job.outlets.run, job.outlets.listener.note
     if not job.config.output.best or not best or best == progress.step:
         return None
     if not job.data.judges:
-        job.listener.note(
+        note(
             f"publishing the last step, not step {best} with its lower eval loss: that of fewer than {ROWS_TO_JUDGE} "
             "different rows says too little of the adapter"
         )
@@ -47,7 +47,7 @@ def best_checkpoint(job: TrainingJob, progress: Progress) -> Path | None:
         return None
     if problems := problems_of(path):
         run.event("best_damaged", step=best, problems=problems)
-        job.listener.note(f"the best checkpoint {path} cannot be used ({'; '.join(problems)}); exporting the last step")
+        note(f"the best checkpoint {path} cannot be used ({'; '.join(problems)}); exporting the last step")
         return None
     return path
 
@@ -60,18 +60,18 @@ def keep_initial_adapter(job: TrainingJob) -> None:
 
 
 def _initial_adapter(job: TrainingJob) -> Path | None:
-    return job.run.path / "adapter_initial" if job.config.adapter.init == "pissa" else None
+    return job.outlets.run.path / "adapter_initial" if job.config.adapter.init == "pissa" else None
 
 
 def publish(job: TrainingJob, whole: dict[str, torch.Tensor] | None) -> None:
     """Write the trained weights (`whole`: see `state.whole_weights`) as an atomically published directory."""
-    target, initial = job.run.adapter, _initial_adapter(job)
+    target, initial = job.outlets.run.adapter, _initial_adapter(job)
     if job.config.adapter.kind == "none":
-        target = job.run.merged
+        target = job.outlets.run.merged
         job.model.config.use_cache = True  # off for training, but needed for generation
     try:
         with while_writing(target), staged(target) as folder:
-            if target == job.run.adapter:
+            if target == job.outlets.run.adapter:
                 _write_adapter(job, initial, whole, folder)
             else:
                 save_weights(job.model, folder, whole)

@@ -38,6 +38,16 @@ class Listener(Protocol):
 
 
 @dataclass(frozen=True)
+class Outlets:
+    """Where the events and numbers of a run go: its directory, a display of its progress, trackers and callbacks."""
+
+    run: RunDirectory
+    listener: Listener
+    trackers: Trackers
+    callbacks: Callbacks = field(default_factory=Callbacks)
+
+
+@dataclass(frozen=True)
 class StepCounts:
     """Counts of a step before it runs: the divisor of its loss, tokens, and positions (with padding)."""
 
@@ -112,17 +122,14 @@ class StepNumbers:
 
 @dataclass
 class MetricsRecorder:
-    """Writes metrics.jsonl, informs listener, trackers and callbacks, and ends a run whose numbers stay non-finite.
+    """Writes metrics.jsonl, informs the other outlets, and ends a run whose numbers stay non-finite.
 
     `falls` watches the rewards of an objective that compares answers with a reference.
     """
 
-    run: RunDirectory
+    outlets: Outlets
     monitor: Monitor
-    listener: Listener
-    trackers: Trackers
     profiler: Any | None = None
-    callbacks: Callbacks = field(default_factory=Callbacks)
     falls: Falls | None = None
     _skips: Skips = field(default_factory=Skips, init=False)
     _spikes: Spikes = field(default_factory=Spikes, init=False)
@@ -133,7 +140,7 @@ class MetricsRecorder:
 
     def started(self, progress: Progress) -> None:
         """Called when training starts, or continues after `progress`."""
-        self.listener.started(progress.step, progress.total)
+        self.outlets.listener.started(progress.step, progress.total)
         self._steps = progress.step
         self.restart_clock()
         if self.profiler:
@@ -157,8 +164,8 @@ class MetricsRecorder:
         rows, length = inputs["input_ids"].shape
         if grown := self._leaks.see((rows, length, number), peak):
             text = f"peak memory at {rows} rows of {length} tokens keeps growing: {grown / 2**20:.0f} MiB so far"
-            self.run.event("leak", step=self._steps, rows=rows, length=length, grown_bytes=grown)
-            self.listener.note(text)
+            self.outlets.run.event("leak", step=self._steps, rows=rows, length=length, grown_bytes=grown)
+            self.outlets.listener.note(text)
 
     def stepped(
         self, progress: Progress, numbers: StepNumbers, learning_rate: float, updated: bool,
@@ -184,32 +191,33 @@ class MetricsRecorder:
             **({} if updated else {"skipped": True}),
         }
         self._started += seconds
-        append_line(self.run.metrics_file, line)
-        self.listener.stepped(line)
-        self.trackers.log("train", line)
-        self.callbacks.stepped(line)
+        append_line(self.outlets.run.metrics_file, line)
+        self.outlets.listener.stepped(line)
+        self.outlets.trackers.log("train", line)
+        self.outlets.callbacks.stepped(line)
         self._watch(line, progress.updates, scaler)
 
     def _watch(self, line: dict[str, Any], updates: int, scaler: torch.amp.GradScaler | None) -> None:
         """Report a skipped update or a loss spike; stop if updates keep being skipped."""
+        event, note = self.outlets.run.event, self.outlets.listener.note
         step, skipped = line["step"], "skipped" in line
         by_gradient = skipped and line["loss"] is not None
         for_good = self._skips.see(skipped, scaler.get_scale() if scaler and by_gradient else None)
         if skipped:
             name = "loss" if line["loss"] is None else "grad_norm"
             in_a_row, total = self._skips.in_a_row, self._skips.total
-            self.run.event("update_skipped", step=step, reason=f"{name} is not finite", in_a_row=in_a_row, total=total)
-            self.listener.note(f"step {step}: {name} is not finite; the update is skipped, {total} so far")
+            event("update_skipped", step=step, reason=f"{name} is not finite", in_a_row=in_a_row, total=total)
+            note(f"step {step}: {name} is not finite; the update is skipped, {total} so far")
             if for_good:
                 self._stop(name, step, updates)
         if (median := self._spikes.see(line["loss"])) is not None:
-            self.run.event("loss_spike", step=step, loss=line["loss"], median=median)
-            self.listener.note(f"step {step}: the loss of {line['loss']:.3f} is far above the previous {median:.3f}")
+            event("loss_spike", step=step, loss=line["loss"], median=median)
+            note(f"step {step}: the loss of {line['loss']:.3f} is far above the previous {median:.3f}")
         rewards = [line.get(name) for name in ("rewards_chosen", "rewards_margins")]
         if self.falls and (means := self.falls.see(*rewards)):
             chosen, margin = means
-            self.run.event("chosen_falls", step=step, rewards_chosen=chosen, rewards_margins=margin)
-            self.listener.note(
+            event("chosen_falls", step=step, rewards_chosen=chosen, rewards_margins=margin)
+            note(
                 f"step {step}: the chosen answers have become less likely (reward {chosen:.3f}); the margin of "
                 f"{margin:.3f} is from the rejected ones alone. Raise `preference.nll_weight`, or stop earlier"
             )
@@ -218,20 +226,20 @@ class MetricsRecorder:
         """Called at the end of an evaluation, inside its phase. Raises NumbersError for a loss that is not finite."""
         line = {"step": progress.step, "eval_loss": _number(loss), "memory": {"evaluation": self.monitor.leave()}}
         self.monitor.take("evaluation")
-        append_line(self.run.metrics_file, line)
-        self.listener.evaluated(line)
-        self.trackers.log("eval", line)
-        self.callbacks.evaluated(line)
+        append_line(self.outlets.run.metrics_file, line)
+        self.outlets.listener.evaluated(line)
+        self.outlets.trackers.log("eval", line)
+        self.outlets.callbacks.evaluated(line)
         if line["eval_loss"] is None:
             self._stop("eval_loss", progress.step, progress.updates)
 
     def forget_evaluation(self, progress: Progress) -> None:
         """Delete the record of the evaluation at this step, which is about to be repeated."""
-        self.run.forget_evaluation_at(progress.step)
+        self.outlets.run.forget_evaluation_at(progress.step)
 
     def _stop(self, name: str, step: int, updates: int) -> NoReturn:
-        self.run.event("stopped", step=step, reason=f"{name} is not finite")
-        saved = self.run.complete_checkpoints()
+        self.outlets.run.event("stopped", step=step, reason=f"{name} is not finite")
+        saved = self.outlets.run.complete_checkpoints()
         where = (
             f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet (`output.save_every`)"
         )

@@ -192,14 +192,15 @@ def _score(
     job: TrainingJob, step: Step, splits: Sequence[_Split], way: MicroBatching, scores: ReferenceScores, files: _Files
 ) -> None:
     """Fill in the rows of `scores` that are NaN, and keep what is done. The random state is preserved."""
+    run, note = job.outlets.run, job.outlets.listener.note
     if job.resume_from and job.config.adapter.start_from:
         raise ArtifactError(
-            f"{job.run.reference_file}: the reference that this run trains against is missing or damaged, and its "
+            f"{run.reference_file}: the reference that this run trains against is missing or damaged, and its "
             "adapter is no longer the one it started from; restore the file, or use --fresh to start over"
         )
     before, started = RandomState(), time.perf_counter()
     missing = _unscored(scores)
-    job.listener.note(f"scoring {missing:,} rows with the starting model, once before the first step")
+    note(f"scoring {missing:,} rows with the starting model, once before the first step")
     kept = shown = started
     with starting(step.model, job.config.adapter):
         for rows, values, signal in _passes(job, step, splits, way, scores):
@@ -209,17 +210,17 @@ def _score(
                 files.keep(scores)
                 kept = now
             if signal:
-                job.signals.take_stop(signal)
-                job.signals.end("the rows scored so far are kept")
+                job.process.signals.take_stop(signal)
+                job.process.signals.end("the rows scored so far are kept")
             if now - shown > _SHOWN_EVERY_SECONDS:
                 left = _unscored(scores)
                 minutes = (now - started) / (missing - left) * left / 60
-                job.listener.note(f"{missing - left:,} of {missing:,} rows are scored, {minutes:.0f} minutes left")
+                note(f"{missing - left:,} of {missing:,} rows are scored, {minutes:.0f} minutes left")
                 shown = now
     before.restore()
     files.finish(scores)
-    seconds, peak = round(time.perf_counter() - started, 3), job.monitor.take("reference")
-    job.run.event("reference_scored", rows=missing, seconds=seconds, memory={"reference": peak})
+    seconds, peak = round(time.perf_counter() - started, 3), job.process.monitor.take("reference")
+    run.event("reference_scored", rows=missing, seconds=seconds, memory={"reference": peak})
 
 
 def _passes(
@@ -237,7 +238,7 @@ def _passes(
             # A rank without a batch repeats the last one, as ranks that share a model pass through it together.
             mine = left[min(at + ranks.rank(), len(left) - 1)]
             own = _one(step, collate.micro_batch([inputs[row] for row in mine]), limit, report)
-            taken, values, signals = zip(*ranks.gathered((mine, own, job.signals.name)), strict=True)
+            taken, values, signals = zip(*ranks.gathered((mine, own, job.process.signals.name)), strict=True)
             yield (
                 [first + row for batch in taken for row in batch],
                 np.concatenate(values),
@@ -282,27 +283,27 @@ class _Files:
     def read(self) -> ReferenceScores:
         """Read the known scores; the rest is NaN. A resumed run keeps its own, whatever the key."""
         job, known = self.job, np.full(self.shape, np.nan, np.float32)
-        for file in (job.run.reference_file, self._cached):
+        for file in (job.outlets.run.reference_file, self._cached):
             content = None if file is None else private.read(file, _MOST_BYTES)
             if content is None:
                 continue
             key, digest, values = content[:_HASH], content[_HASH : 2 * _HASH], content[2 * _HASH :]
             if digest != _digest(key, values):
-                job.listener.note(f"{file} is damaged: what it has of the reference is computed again")
+                job.outlets.listener.note(f"{file} is damaged: what it has of the reference is computed again")
             elif len(values) == known.nbytes and (key == self._key or (job.resume_from and file != self._cached)):
                 scores = np.frombuffer(values, known.dtype).reshape(self.shape).copy()
                 known = min(known, scores, key=_unscored)
                 if not _unscored(known):
                     break
         if not _unscored(known):
-            job.run.event("reference_found", rows=len(known), file=str(file))
+            job.outlets.run.event("reference_found", rows=len(known), file=str(file))
             self.keep(known)
         return known
 
     def keep(self, scores: ReferenceScores) -> None:
         """Write what is scored into the run directory. Raises MachineError."""
         if ranks.is_main():
-            write_bytes(self.job.run.reference_file, self._content(scores))
+            write_bytes(self.job.outlets.run.reference_file, self._content(scores))
 
     def finish(self, scores: ReferenceScores) -> None:
         """Write the scores of all rows into the run directory and, if they are finite, into the cache if possible."""
@@ -334,7 +335,7 @@ class _Files:
         parts = [
             made["data"], made["base"], made["packages"], start, config.quantization.model_dump(), str(dtype),
             attention_of(model.config.get_text_config()), config.training.precision, config.fused,
-            config.kernels.compile, sorted(self.job.kernels_off), self.job.device.type,
+            config.kernels.compile, sorted(self.job.kernels_off), self.job.process.device.type,
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
@@ -342,7 +343,7 @@ class _Files:
         """The hash of the adapter that this run started from, as its first event has it."""
         if self.job.config.adapter.start_from is None:
             return None
-        started = [event for event in self.job.run.events() if event["event"] == "started"]
+        started = [event for event in self.job.outlets.run.events() if event["event"] == "started"]
         return started[-1]["start_from"]["sha256"]
 
 

@@ -16,14 +16,14 @@ from finetune.runtime import ranks
 from finetune.training import guards, model_setup, publishing, reference_scores, schedules
 from finetune.training.assembly import assemble
 from finetune.training.batches import StepSource
-from finetune.training.callbacks import Callbacks
-from finetune.training.job import Outcome, TrainingJob
+from finetune.training.job import Outcome, Process, TrainingJob
 from finetune.training.loop import Loop
 from finetune.training.progress import Progress, read_progress
+from finetune.training.recorder import Outlets
 from finetune.training.state import restore, restore_weights, updates_in, whole_weights
 from finetune.training.warm_up import count_tensors, warm_up
 
-__all__ = ["Outcome", "TrainingJob", "train"]
+__all__ = ["Outcome", "Outlets", "Process", "TrainingJob", "train"]
 
 
 def train(job: TrainingJob, steps: StepSource | None = None) -> Outcome:
@@ -35,7 +35,7 @@ def train(job: TrainingJob, steps: StepSource | None = None) -> Outcome:
     that of its step.
     """
     loop = prepare(job, steps)
-    with job.signals.waiting(), model_setup.in_training(job):
+    with job.process.signals.waiting(), model_setup.in_training(job):
         fit(job, loop)
     ended = wind_down(job, loop)
     # The DDP model references the process group and must not be the last to do so: its destructor would join the
@@ -48,7 +48,7 @@ def train(job: TrainingJob, steps: StepSource | None = None) -> Outcome:
 def prepare(job: TrainingJob, steps: StepSource | None = None) -> Loop:
     """Assemble the loop, and keep the adapter as it is before the first step."""
     set_seed(job.config.training.seed)
-    loop = assemble(job, Callbacks(job.callbacks if ranks.is_main() else ()), steps)
+    loop = assemble(job, steps)
     if ranks.is_main():
         publishing.keep_initial_adapter(job)
     return loop
@@ -61,7 +61,7 @@ def fit(job: TrainingJob, loop: Loop) -> None:
         loop.progress.updates = updates_in(job.resume_from)
         restore_weights(loop.step.engine, job.resume_from)
         if loop.is_over:
-            job.listener.note(
+            job.outlets.listener.note(
                 f"nothing is left to train: step {loop.progress.step} is saved, and the run ends "
                 + ("early" if loop.stopped_early else f"at step {loop.progress.total}")
             )
@@ -88,52 +88,51 @@ def _warm_up(job: TrainingJob, loop: Loop) -> None:
     decides = job.config.model_dump_json(
         exclude={"training": {"learning_rate", "seed"}, "output": True, "tracking": True}
     )
-    settings, events = ("largest batch", decides), len([*job.run.events()])
+    settings, events = ("largest batch", decides), len([*job.outlets.run.events()])
     if peaks := shown.get(settings):
-        count_tensors(job.monitor, peaks)
+        count_tensors(job.process.monitor, peaks)
     else:
         peaks = warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
-        if len([*job.run.events()]) == events:  # no micro-batch was split
+        if len([*job.outlets.run.events()]) == events:  # no micro-batch was split
             shown[settings] = peaks
     seconds = round(time.perf_counter() - started, 3)
-    job.run.event("largest_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
+    job.outlets.run.event("largest_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The remains of a loop: progress, callbacks, and on rank 0 the whole weights that ranks held in parts."""
+    """The remains of a loop: its progress, and on rank 0 the whole weights that ranks held in parts."""
 
     progress: Progress
-    callbacks: Callbacks
     whole: dict[str, torch.Tensor] | None
 
 
 def wind_down(job: TrainingJob, loop: Loop) -> Ended:
     """Gather the weights while all ranks are there, and close the engine."""
-    progress, callbacks, engine = loop.progress, loop.recorder.callbacks, loop.step.engine
+    progress, callbacks, engine = loop.progress, job.outlets.callbacks, loop.step.engine
     callbacks.share()
     if loop.stopped_early:
-        job.listener.note(
+        job.outlets.listener.note(
             f"stopped early at step {progress.step} of {progress.total}: the eval loss has not improved for "
             f"{progress.without_gain} evaluations. To continue, raise or remove `training.early_stopping`"
         )
     whole = None
     if engine.holds_parts:
         # A signal that another rank alone received ends this one too, which cannot publish without it.
-        ended_by = next(filter(None, ranks.gathered(job.signals.name)), None)
-        job.signals.take_stop(ended_by)
+        ended_by = next(filter(None, ranks.gathered(job.process.signals.name)), None)
+        job.process.signals.take_stop(ended_by)
         if not callbacks.failed and not ended_by:
             best = ranks.main_does(lambda: publishing.best_checkpoint(job, progress))
             publishing.load_best(job, engine, best)
             whole = whole_weights(engine)
     engine.close()
-    return Ended(progress, callbacks, whole)
+    return Ended(progress, whole)
 
 
 def finish(job: TrainingJob, ended: Ended) -> Outcome:
     """Publish on rank 0 alone, unless the run was stopped."""
-    progress, callbacks, run = ended.progress, ended.callbacks, job.run
-    job.signals.end(f"step {progress.step} is saved in {run.checkpoints}")
+    progress, callbacks, run = ended.progress, job.outlets.callbacks, job.outlets.run
+    job.process.signals.end(f"step {progress.step} is saved in {run.checkpoints}")
     if callbacks.error:
         run.event("stopped", step=progress.step, reason=f"{type(callbacks.error).__name__} in a callback")
         callbacks.raise_error(f"Step {progress.step} is saved in {run.checkpoints}")
@@ -159,8 +158,8 @@ def _note_other_schedule(job: TrainingJob, loop: Loop, resume_from: Path) -> Non
     before, after = schedules.rate(training, done, then), schedules.rate(training, done + 1, now)
     warmup = schedules.warmup_steps(training, now)
     rises = f"rises until step {warmup} (`training.warmup`), " if done + 1 < warmup else ""
-    job.run.event("schedule_changed", step=done, steps=[then, now], learning_rate=[before, after])
-    job.listener.note(
+    job.outlets.run.event("schedule_changed", step=done, steps=[then, now], learning_rate=[before, after])
+    job.outlets.listener.note(
         f"the schedule now ends at step {now}, not {then}: the learning rate goes from {before:.2e} at step "
         f"{done} to {after:.2e} at the next, {rises}"
         f"then follows `training.schedule: {training.schedule}`"

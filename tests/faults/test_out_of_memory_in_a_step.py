@@ -84,7 +84,7 @@ def test_gradients_equal_those_of_the_undisturbed_step(plain: Loop, where: str) 
     assert refused == [inputs[-1]["input_ids"].numel()], "it failed once, and not again once it was split"
     assert healed_loss == pytest.approx(loss, rel=1e-6)
     assert_gradients_close(healed, expected)
-    event = plain.recorder.run.events()[-1]
+    event = plain.recorder.outlets.run.events()[-1]
     assert (event["event"], event["rows"], event["step"]) == ("micro_batch_split", 4, 1)
 
 
@@ -198,7 +198,7 @@ def test_a_step_in_which_other_ranks_wait_ends_the_run_and_records_a_smaller_mic
     with out_of_memory(plain, "forward", 1) as refused, pytest.raises(StepOutOfMemoryError) as ended:
         gradients(plain, inputs)
     assert len(refused) == 1
-    event = plain.recorder.run.events()[-1]
+    event = plain.recorder.outlets.run.events()[-1]
     assert (event["event"], event["rows"], event["lowered"]) == ("micro_batch_lowered", 8, {"training.micro_batch": 4})
     assert ended.value.next_start == "Start the same again: it goes on with `training.micro_batch: 4`."
 
@@ -284,7 +284,7 @@ def test_an_update_that_changed_nothing_is_done_again(make: Callable[..., Loop],
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
         return zeros_like(*args, **kwargs)
 
-    known, freed = len(loop.recorder.run.events()), list[int]()
+    known, freed = len(loop.recorder.outlets.run.events()), list[int]()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros_like", exhausted)
         patch.setattr(libraries, "return_freed_memory", lambda: freed.append(len(made)))
@@ -292,7 +292,7 @@ def test_an_update_that_changed_nothing_is_done_again(make: Callable[..., Loop],
     assert len(made) > 6
     assert freed == [6], "before the second try"
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert [event["event"] for event in loop.recorder.run.events()[known:]] == ["update_retried"]
+    assert [event["event"] for event in loop.recorder.outlets.run.events()[known:]] == ["update_retried"]
 
 
 def test_an_update_that_fails_otherwise_is_not_done_again(plain: Loop, monkeypatch) -> None:

@@ -47,7 +47,7 @@ def test_gradients_under_a_real_cap_equal_those_without(
         healed_loss, healed = gradients(loop, inputs)
     finally:
         devices.cap(None, cuda)
-    assert loop.recorder.run.events()[-1]["event"] == "micro_batch_split"
+    assert loop.recorder.outlets.run.events()[-1]["event"] == "micro_batch_split"
     assert healed_loss == pytest.approx(loss, rel=1e-5)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():

@@ -51,9 +51,9 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     rows = [{**row, "segments": [*lengths], "shared": shared} for lengths, shared in shapes]
     config = BF16.changed({"training.objective": "dpo", "training.batch_size": 4, "data.packing": True})
     return SimpleNamespace(
-        config=config, architecture=LlamaConfig(), model=None, device=torch.device("cpu"),
+        config=config, architecture=LlamaConfig(), model=None, process=SimpleNamespace(device=torch.device("cpu")),
         data=SimpleNamespace(train=Dataset.from_list(rows)), tokenizer=SimpleNamespace(pad_token_id=0),
-        listener=SimpleNamespace(note=lambda text: None),
+        outlets=SimpleNamespace(listener=SimpleNamespace(note=lambda text: None)),
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ class Asked:
         self.passes: list[tuple[float, list[list[int]]]] = []
         self._losses = iter(losses) if losses else iter(lambda: 1.0, None)
         self._acts = acts
-        self.callbacks = Callbacks()
+        self.outlets = SimpleNamespace(callbacks=Callbacks())
         self.higher_is_better = False
 
     def note(self, text: str) -> None:
@@ -413,8 +413,8 @@ class Fails(Callback):
 
 def failing(text: str, **job: Any) -> tuple[Loop, Asked]:
     """A loop with a callback that fails at the note `text`."""
-    loop, asked = made(total=9, acts={text: lambda: asked.callbacks.stepped({})}, **job)
-    asked.callbacks = Callbacks([Fails()])
+    loop, asked = made(total=9, acts={text: lambda: asked.outlets.callbacks.stepped({})}, **job)
+    asked.outlets.callbacks = Callbacks([Fails()])
     return loop, asked
 
 
@@ -424,7 +424,7 @@ def test_a_callback_that_fails_after_a_step_ends_the_run_with_it_saved_and_its_e
     assert asked.notes == ["started at 0", *EVALUATION, *step(1), *step(2), "saved 2", "clock", "ended"]
     assert loop.progress.owes_evaluation
     with pytest.raises(LookupError, match="mine") as error:
-        asked.callbacks.raise_error("Step 2 is saved")
+        asked.outlets.callbacks.raise_error("Step 2 is saved")
     assert error.value.__notes__ == ["Raised in a callback. Step 2 is saved; the same call goes on from there."]
 
 

@@ -157,7 +157,7 @@ def test_batches_that_do_not_fit_and_ranks_change_nothing(job, monkeypatch) -> N
 def test_a_damaged_file_is_computed_again(job, tmp_path: Path) -> None:
     begun_job, _ = begun(job(CACHED))
     [file] = (tmp_path / "cache" / "references").iterdir()
-    own = begun_job.run.reference_file
+    own = begun_job.outlets.run.reference_file
     content = file.read_bytes()
     assert len(content) == 64 + 24 * 8, "8 bytes a pair"
     own.unlink()
