@@ -52,7 +52,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     config = BF16.changed({"training.objective": "dpo", "training.batch_size": 4, "data.packing": True})
     return SimpleNamespace(
         config=config, architecture=LlamaConfig(), model=None, process=SimpleNamespace(device=torch.device("cpu")),
-        data=SimpleNamespace(train=Dataset.from_list(rows)), tokenizer=SimpleNamespace(pad_token_id=0),
+        data=SimpleNamespace(train=Dataset.from_list(rows), media=None), tokenizer=SimpleNamespace(pad_token_id=0),
         outlets=SimpleNamespace(listener=SimpleNamespace(note=lambda text: None)),
     )  # fmt: skip
 
