@@ -125,7 +125,7 @@ def evaluate():
     for rows in in_batches(list(data.eval)):
         for batch in micro_batches(rows):
             with autocast(training.precision, device):
-                summed, counted = objective.sums(model, batch)
+                summed, counted = objectives.sums(objective.evaluated, model, batch)
             total, count = total + summed.item(), count + counted.item()
     return total / count
 
