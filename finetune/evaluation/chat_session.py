@@ -79,21 +79,24 @@ class Conversation:
             case "/retry":
                 self._retry()
             case "/temperature":
-                self._set_temperature(argument)
+                try:
+                    if argument:
+                        self._settings = replace(self._settings, temperature=float(argument))
+                    self._note(f"the temperature is {self._settings.temperature:g}")
+                except ValueError:
+                    self._note(f"{argument} is no number; /temperature 0.7 sets it")
+                except ConfigError as error:
+                    self._note(str(error))
             case "/image":
                 self._show(argument)
             case "/save":
                 self._save(argument)
+            case _ if not hasattr(self._ready.model, "disable_adapter"):
+                self._note("there is no adapter to switch here: the weights are a whole model")
             case _:
-                self._switch(name)
-
-    def _switch(self, name: str) -> None:
-        if not hasattr(self._ready.model, "disable_adapter"):
-            self._note("there is no adapter to switch here: the weights are a whole model")
-            return
-        self._models = ["base", "adapter"] if name == "/both" else [name.removeprefix("/")]
-        by = {"/base": "the base alone", "/adapter": "the base with the adapter", "/both": "both"}
-        self._note(f"answers now come from {by[name]}")
+                self._models = ["base", "adapter"] if name == "/both" else [name.removeprefix("/")]
+                by = {"/base": "the base alone", "/adapter": "the base with the adapter", "/both": "both"}
+                self._note(f"answers now come from {by[name]}")
 
     def _retry(self) -> None:
         if self._last is None:
@@ -105,16 +108,6 @@ class Conversation:
         next_images, (line, self._shown) = self._shown, self._last
         self._answer(line)
         self._shown = next_images
-
-    def _set_temperature(self, text: str) -> None:
-        try:
-            if text:
-                self._settings = replace(self._settings, temperature=float(text))
-            self._note(f"the temperature is {self._settings.temperature:g}")
-        except ValueError:
-            self._note(f"{text} is no number; /temperature 0.7 sets it")
-        except ConfigError as error:
-            self._note(str(error))
 
     def _show(self, path: str) -> None:
         if not path:

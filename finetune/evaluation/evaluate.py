@@ -75,7 +75,11 @@ def evaluate(
     """
     libraries.quiet()
     run = RunDirectory.open(run)
-    _refuse_values(limit, metrics=metrics, tasks=tasks, models=models)
+    for name, names in {"metrics": metrics, "tasks": tasks, "models": models}.items():
+        if isinstance(names, str):
+            raise ConfigError(f"`{name}` are a list, such as [{names!r}]")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"`limit` must be at least 1, not {limit}")
     config = _config(run, data, answers=bool(metrics or tasks), trust_remote_code=trust_remote_code)
     chosen = _chosen(run, models, adapts=config.adapter.kind == "lora")
     exports = _exports(run)  # read first, since one may be damaged
@@ -118,29 +122,17 @@ def evaluate(
     }  # fmt: skip
     scores = Scores(record)
     try:
-        _write(run, record, job.lines(results))
+        # In this order, a kill leaves no answers of one evaluation beside the figures of another.
+        lines = job.lines(results)
+        run.eval_answers_file.unlink(missing_ok=True)
+        write_json(run.eval_file, record)
+        if lines is not None:
+            write_lines(run.eval_answers_file, lines)
+        if run.report_file.exists():
+            page.write(run)
     finally:  # what was measured is shown though the disk is full, and kept though the output is
         terminal.show(scores)
     return scores
-
-
-def _write(run: RunDirectory, record: EvaluationRecord, lines: list[dict[str, Any]] | None) -> None:
-    """Write eval.json, the `lines` of eval_answers.jsonl and, if the run has one, the report."""
-    # In this order, a kill leaves no answers of one evaluation beside the figures of another.
-    run.eval_answers_file.unlink(missing_ok=True)
-    write_json(run.eval_file, record)
-    if lines is not None:
-        write_lines(run.eval_answers_file, lines)
-    if run.report_file.exists():
-        page.write(run)
-
-
-def _refuse_values(limit: int | None, **lists: Sequence[str]) -> None:
-    for name, names in lists.items():
-        if isinstance(names, str):
-            raise ConfigError(f"`{name}` are a list, such as [{names!r}]")
-    if limit is not None and limit < 1:
-        raise ConfigError(f"`limit` must be at least 1, not {limit}")
 
 
 def _config(run: RunDirectory, data: str | PathLike[str] | None, *, answers: bool, trust_remote_code: bool) -> Config:
@@ -256,7 +248,14 @@ class _EvaluationJob:
         if self.compared:
             notes += self.compared.notes(by_model)
         elif self.with_loss and not self.scored:
-            notes += self._what_the_loss_is()
+            name = self.config.training.objective
+            objective = OBJECTIVES.get(name)
+            if objective is not None and objective.evaluated is not cross_entropy:  # the run's eval loss is another one
+                also = "; answers that are not to be preferred count like the others" if objective.reference else ""
+                notes.append(
+                    "The loss is the cross-entropy of the trained tokens, not the eval loss of "
+                    f"`training.objective: {name}`{also}."
+                )
         if not prepare.is_here(self.config.data):
             notes.append("The loss was not measured: the rows were given from Python and are not kept on disk.")
         if "merged" in by_model and self.config.adapter.kind == "lora" and not self.run.is_merged:
@@ -277,16 +276,6 @@ class _EvaluationJob:
                 f"{counts} (--max-new-tokens)."
             )
         return notes
-
-    def _what_the_loss_is(self) -> list[str]:
-        """A remark where the run has another eval loss than the one that is measured here."""
-        name = self.config.training.objective
-        objective = OBJECTIVES.get(name)
-        if objective is None or objective.evaluated is cross_entropy:
-            return []
-        note = f"The loss is the cross-entropy of the trained tokens, not the eval loss of `training.objective: {name}`"
-        also = "; answers that are not to be preferred count like the others" if objective.reference else ""
-        return [f"{note}{also}."]
 
     def lines(self, by_model: dict[str, ModelResults]) -> list[dict[str, Any]] | None:
         """The lines of eval_answers.jsonl: each question with the answers and their scores by model, or each row that

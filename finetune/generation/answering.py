@@ -199,7 +199,10 @@ class _Generation:
             # A batch ends at one length, so rows whose answers may be less long have batches of their own.
             by_length = sorted(window, key=lambda at: (rooms[at], len(prompts[at])))
             for room, group in groupby(by_length, rooms.__getitem__):
-                for batch in _batched(list(group), size):
+                same_room = list(group)
+                # From the longest to the shortest, so that memory runs out at once or never.
+                for end in range(len(same_room), 0, -size):
+                    batch = same_room[max(0, end - size) : end]
                     rows = {at: prompts[at] for at in batch}
                     made = self._halving(rows, room, self._settings.seed + min(batch))
                     answered.update(zip(batch, made, strict=True))
@@ -245,11 +248,15 @@ class _Generation:
         inputs |= self._shown.arguments(inputs["input_ids"], rows)
         with _evaluating(self._model):
             try:
+                cache: dict[str, Any] = {}  # `generate` makes the default one, as some models keep other states
+                if settings.cache != "dynamic":
+                    length = inputs["input_ids"].shape[1] + room
+                    cache["past_key_values"] = caches.make(settings.cache, self._model.config, length)
                 torch.manual_seed(seed)
                 output = self._model.generate(
                     **inputs,
                     **settings.sampling,
-                    **self._cache(inputs["input_ids"].shape[1] + room),
+                    **cache,
                     # Compiled, the default for a static cache on a GPU, an answer would take minutes to begin.
                     disable_compile=True,
                     max_new_tokens=room,
@@ -266,12 +273,6 @@ class _Generation:
                 before.restore()
         self._cache_bytes(caches.size_bytes(output.past_key_values))
         return [self._answer(row[inputs["input_ids"].shape[1] :], room) for row in output.sequences.tolist()]
-
-    def _cache(self, length: int) -> dict[str, Any]:
-        """`generate`'s argument for an empty KV cache; none for the default, as some models keep other states."""
-        if self._settings.cache == "dynamic":
-            return {}
-        return {"past_key_values": caches.make(self._settings.cache, self._model.config, length)}
 
     def _padded(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
         """`generate`'s inputs (rows, tokens), padded on the left."""
@@ -307,12 +308,6 @@ def _evaluating(model: Any) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
-
-
-def _batched(items: list[int], size: int) -> Iterator[list[int]]:
-    """From the longest to the shortest, so that memory runs out at once or never."""
-    for end in range(len(items), 0, -size):
-        yield items[max(0, end - size) : end]
 
 
 def _refuse_nan(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

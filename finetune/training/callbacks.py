@@ -118,20 +118,15 @@ class Callbacks:
 
     def share(self) -> None:
         """Give every rank the exception of rank 0, whose callbacks alone are called; called by all of them."""
-        of_main = ranks.gathered(self.error and _portable(self.error))[0]
-        self.error = self.error or of_main
+        shared = self.error
+        try:
+            pickle.loads(pickle.dumps(shared))  # noqa: S301 -- just made
+        except Exception:  # its text, where a process cannot send it to another
+            shared = RuntimeError(f"{type(self.error).__name__}: {self.error}")
+        self.error = self.error or ranks.gathered(shared)[0]
 
     def raise_error(self, saved: str) -> NoReturn:
         """Raise the exception of the callback that failed, with a note on what is `saved`."""
         assert self.error is not None
         self.error.add_note(f"Raised in a callback. {saved}; the same call goes on from there.")
         raise self.error
-
-
-def _portable(error: Exception) -> Exception:
-    """`error`, or its text where a process cannot send it to another."""
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 -- just made
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

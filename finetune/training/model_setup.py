@@ -21,13 +21,26 @@ from finetune.training.probe_table import Subject
 
 def complete(job: TrainingJob) -> TrainingJob:
     """Complete a job's model; the job with the kernels that it rules out. Raises ConfigError or MachineError."""
-    config, model = job.config, job.model
-    with autocast(config.training.precision, job.process.device), libraries.without_cudnn_attention():
+    config, model, device, note = job.config, job.model, job.process.device, job.outlets.listener.note
+    with autocast(config.training.precision, device), libraries.without_cudnn_attention():
         attached, off = _fuse(job)
         probe_table.run("built", Subject(config, model, media=job.data.media))
+
         if config.kernels.compile == "layers":
-            _compile(job, attached)
-        off |= _attach_loss(job)
+            if obstacle := compiled.obstacle() if device.type == "cpu" else libraries.triton_obstacle():
+                raise MachineError(f"`kernels.compile: layers`: {obstacle}; install a compiler, or set `none`")
+            for line in compiled.attach(model, attached):
+                note(line)
+
+        # The model scores labels from here on, by the fused loss if that is what its head computes.
+        if unbalanced := log_probs.attach(model):
+            note(unbalanced)
+        unlike = probe_table.run("scoring", Subject(config, model, off=job.kernels_off))
+        if unlike and config.fused == "on" and "loss" not in job.kernels_off:
+            raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
+        for line in unlike:
+            note(line)
+            off.add("loss")
     return replace(job, kernels_off=job.kernels_off.union(*ranks.gathered(off)))
 
 
@@ -40,9 +53,12 @@ def in_training(job: TrainingJob) -> Iterator[None]:
         libraries.without_cudnn_attention(),
         casts_by_autocast(job.model, config.adapter, config.training.precision),
         log_probs.tiles(config.memory.loss_tokens, fused=fused_loss),
-        _splitting(job),
     ):
-        yield
+        group = ranks.group_of(config.distributed.context)
+        with autocast(config.training.precision, job.process.device):
+            probe_table.run("split", Subject(config, job.model, group=group))
+        with context.split(job.model, group):
+            yield
 
 
 def _fuse(job: TrainingJob) -> tuple[kernels.Attached, set[str]]:
@@ -65,32 +81,3 @@ def _fuse(job: TrainingJob) -> tuple[kernels.Attached, set[str]]:
     for line in (*([f"kernels: fused {fused_now}"] if fused_now else []), *attached.lines, *unlike):
         job.outlets.listener.note(line)
     return attached, fusing - attached.fusing
-
-
-def _attach_loss(job: TrainingJob) -> set[str]:
-    """Let the model score labels; `loss` if the fused one is not what this model's head computes."""
-    if unbalanced := log_probs.attach(job.model):
-        job.outlets.listener.note(unbalanced)
-    unlike = probe_table.run("scoring", Subject(job.config, job.model, off=job.kernels_off))
-    if unlike and job.config.fused == "on" and "loss" not in job.kernels_off:
-        raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
-    for line in unlike:
-        job.outlets.listener.note(line)
-    return {"loss"} if unlike else set()
-
-
-def _compile(job: TrainingJob, attached: kernels.Attached) -> None:
-    if obstacle := compiled.obstacle() if job.process.device.type == "cpu" else libraries.triton_obstacle():
-        raise MachineError(f"`kernels.compile: layers`: {obstacle}; install a compiler, or set `none`")
-    for line in compiled.attach(job.model, attached):
-        job.outlets.listener.note(line)
-
-
-@contextlib.contextmanager
-def _splitting(job: TrainingJob) -> Iterator[None]:
-    """In the block, rows are split over `distributed.context` ranks; then no rank refers to the group they form."""
-    group = ranks.group_of(job.config.distributed.context)
-    with autocast(job.config.training.precision, job.process.device):
-        probe_table.run("split", Subject(job.config, job.model, group=group))
-    with context.split(job.model, group):
-        yield

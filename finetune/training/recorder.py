@@ -113,7 +113,10 @@ class StepNumbers:
         tokens, positions = (
             next(read) if isinstance(count, torch.Tensor) else count for count in (counts.tokens, counts.positions)
         )
-        means = {name: _mean(next(read), next(read)) for name in statistics or {}}
+        means: dict[str, float | None] = {}
+        for name in statistics or {}:
+            total, count = next(read), next(read)
+            means[name] = _number(total / count) if count else None
         better, worse = means.get("rewards_chosen"), means.get("rewards_rejected")
         if better is not None and worse is not None:  # also for single answers (KTO)
             means.setdefault("rewards_margins", better - worse)
@@ -244,10 +247,6 @@ class MetricsRecorder:
             f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet (`output.save_every`)"
         )
         raise NumbersError(f"{name} is not finite at step {step}; {where}. {remedy(updates, scaled=self._scaled)}")
-
-
-def _mean(total: float, count: float) -> float | None:
-    return _number(total / count) if count else None
 
 
 def _number(value: float) -> float | None:

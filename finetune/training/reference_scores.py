@@ -329,7 +329,10 @@ class _Files:
         config, model, made = self.job.config, self.job.model, self.job.provenance
         start: list[Any] = []
         if not config.adapter.starts_at_zero:
-            start = [config.adapter.model_dump(exclude={"start_from"}), self._started_from()]
+            events = [event for event in self.job.outlets.run.events() if event["event"] == "started"]
+            # The adapter that the run started from, as its first event has it.
+            adapter = events[-1]["start_from"]["sha256"] if config.adapter.start_from else None
+            start = [config.adapter.model_dump(exclude={"start_from"}), adapter]
             start += [config.training.seed] if config.adapter.init != "default" else []
         dtype = base_dtype(config.adapter, config.training)
         parts = [
@@ -338,13 +341,6 @@ class _Files:
             config.kernels.compile, sorted(self.job.kernels_off), self.job.process.device.type,
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
-
-    def _started_from(self) -> Any:
-        """The hash of the adapter that this run started from, as its first event has it."""
-        if self.job.config.adapter.start_from is None:
-            return None
-        started = [event for event in self.job.outlets.run.events() if event["event"] == "started"]
-        return started[-1]["start_from"]["sha256"]
 
 
 def _digest(key: bytes, values: bytes) -> bytes:

@@ -166,21 +166,17 @@ def restore(step: Step, schedule: Any, folder: Path) -> None:
         # The state of the schedule's functions is not restored: earlier versions had other functions.
         stored = {key: value for key, value in state["schedule"].items() if key != "lr_lambdas"}
         _refuse_other_kind("schedule", stored, schedule.state_dict())
-        _restore_schedule(schedule, stored)
+        # Learning rates follow the current config, which may have more steps.
+        done = stored["last_epoch"]
+        rates = [peak * factor(done) for peak, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+        schedule.load_state_dict({**stored, "_last_lr": rates, "lr_lambdas": [None] * len(rates)})
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         if state["scaler"] and (scaler := step.engine.scaler):
             _refuse_other_kind("scaler", state["scaler"], scaler.state_dict())
             scaler.load_state_dict(state["scaler"])
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
         raise ArtifactError(f"{folder}: its state does not fit this job ({error}); use --fresh to start over") from None
-
-
-def _restore_schedule(schedule: Any, state: dict[str, Any]) -> None:
-    """Restore the schedule's update count; learning rates follow the current config, which may have more steps."""
-    done = state["last_epoch"]
-    rates = [peak * factor(done) for peak, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-    schedule.load_state_dict({**state, "_last_lr": rates, "lr_lambdas": [None] * len(rates)})
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
 
 
 def updates_in(folder: Path) -> int:
