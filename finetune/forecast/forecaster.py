@@ -54,13 +54,14 @@ class Forecaster:
         batches, evaluation = self._largest_batches(config, most_tokens)
         key = config.model_dump_json(), evaluates, tuple(batches)
         if key not in self._known:
-            each = [self._kept_or_traced(config, batch, evaluation if evaluates else None) for batch in batches]
+            each = [self.kept_or_traced(config, batch, evaluation if evaluates else None) for batch in batches]
             self._known[key] = max(each, key=lambda one: one.needed_bytes)
         return self._known[key]
 
-    def _kept_or_traced(
+    def kept_or_traced(
         self, config: Config, batch: LargestBatch, evaluation: LargestBatch | None, evenly: bool = False
     ) -> Forecast:  # fmt: skip
+        """The forecast of these batches: one that was kept, or else a traced one."""
         kept = Kept(self.architecture, self._device(config), self.gpus, evenly)
         reference = self._scored(config)
         return kept.get(
@@ -128,7 +129,7 @@ class Forecaster:
         if not forecast.experts.routed:
             return forecast
         evaluation = self._largest_batches(config)[1]
-        evenly = self._kept_or_traced(config, forecast.batch, evaluation, evenly=True).needed_bytes
+        evenly = self.kept_or_traced(config, forecast.batch, evaluation, evenly=True).needed_bytes
         if evenly >= forecast.needed_bytes:
             return forecast
         return replace(forecast, experts=replace(forecast.experts, evenly_routed_bytes=evenly))

@@ -78,7 +78,7 @@ class Planner(Forecaster):
             job = self.job.changed(changes_to(kind))
             if contradictions(job):
                 continue
-            smallest, chosen = replace(self, job=job)._smallest(), kind  # noqa: SLF001
+            smallest, chosen = replace(self, job=job).smallest(), kind
             needs[kind] = f"{smallest.needed_bytes / 2**30:.2f} {'unquantized' if kind == 'none' else f'in {kind}'}"
             if smallest.fits:
                 break
@@ -87,7 +87,7 @@ class Planner(Forecaster):
             f"the smallest step takes {', '.join(needs.values())}, of {smallest.budget_bytes / 2**30:.2f} GiB",
         )
 
-    def _smallest(self) -> Forecast:
+    def smallest(self) -> Forecast:
         """The forecast of the job with the least memory that its `auto` settings allow, nothing offloaded."""
         chosen: dict[str, Any] = {}
         if self.job.training.micro_batch == "auto":
@@ -188,7 +188,7 @@ class Planner(Forecaster):
         def forecast(one: LargestBatch, media: Media, pixels: int | None) -> Forecast:
             planner = replace(self, data=replace(data, media=media))
             bounded = config.changed({"data.image_pixels": pixels or config.data.image_pixels})
-            return planner._kept_or_traced(bounded, one, None)  # noqa: SLF001
+            return planner.kept_or_traced(bounded, one, None)
 
         return image_memory.of(batch, data.media, config.data.max_length, forecast)
 
