@@ -67,7 +67,11 @@ def train(
         sections["data"] = data if isinstance(data, Mapping) else {"train": data}
     if sections:
         before = config.model_dump(mode="json", exclude_unset=True) if config else {}
-        config = load_config({**before, **{name: _over(before.get(name), keys) for name, keys in sections.items()}})
+        changed = {
+            name: {**before.get(name, {}), **keys} if isinstance(keys, Mapping) else keys
+            for name, keys in sections.items()
+        }
+        config = load_config({**before, **changed})
     return recipe.train(config or Config(), fresh=fresh, terminal=terminal, callbacks=checked)
 
 
@@ -160,7 +164,3 @@ def _refuse_nothing(**given: Any) -> None:
                 f"`{name}` is not given, or None; for the built-in one, {name}={builtin[name]!r}" for name in missing
             )
         )
-
-
-def _over(before: Mapping[str, Any] | None, keys: Any) -> Any:
-    return {**before, **keys} if before and isinstance(keys, Mapping) else keys

@@ -75,7 +75,12 @@ def errors_reported(debug: bool = False) -> Iterator[None]:
     except FinetuneError as error:
         if debug:
             raise
-        _fail_once(error)
+        if error.shared:  # all ranks raise it, and the first one on each machine prints it
+            from finetune.runtime import ranks
+
+            if not ranks.is_local_main():
+                sys.exit(error.exit_code)
+        fail(str(error), error.exit_code)
     except (MemoryError, RuntimeError) as error:
         from finetune.measure.out_of_memory import is_out_of_memory, reason
 
@@ -96,16 +101,6 @@ def errors_reported(debug: bool = False) -> Iterator[None]:
     except KeyboardInterrupt as stopped:
         what = f": {stopped}" if str(stopped) else "; start the same command again"
         fail(f"interrupted{what}", INTERRUPTED)
-
-
-def _fail_once(error: FinetuneError) -> NoReturn:
-    """Exit with the error; of one that all ranks raise, the first on each machine prints it."""
-    if error.shared:
-        from finetune.runtime import ranks
-
-        if not ranks.is_local_main():
-            sys.exit(error.exit_code)
-    fail(str(error), error.exit_code)
 
 
 def refusing() -> contextlib.AbstractContextManager[None]:

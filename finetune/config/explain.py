@@ -122,7 +122,9 @@ def _wrong_type(mistake: _Mistake) -> str:
     renamed = mistake.report["type"] == "literal_error" and repr(here) in mistake.report["ctx"]["expected"]
     if mistake.not_offered and not renamed:
         return mistake.says(f"`{mistake.key}`: {mistake.not_offered}")
-    remedy = f"; write `{here}`" if repr(here) in expected else _usual(mistake.path)
+    described = field(mistake.path)
+    ranges = [mark.range for mark in (described.metadata if described else ()) if isinstance(mark, Usual)]
+    remedy = f"; write `{here}`" if repr(here) in expected else f"; {ranges[0]} is usual" if ranges else ""
     return mistake.says(f"`{mistake.key}`: expected {expected}, not {shown(mistake.value)}{remedy}")
 
 
@@ -149,13 +151,6 @@ def _in_section(path: KeyPath, value: Any) -> str:
     if cure := other_names.not_offered(f"{path[-1]}.{main}", value):
         return f"`{path[-1]}.{main}`; {cure}"
     return f"`{path[-1]}.{main}: {other_names.name_here(shortened(value, 60))}`"
-
-
-def _usual(path: KeyPath) -> str:
-    """The usual range of a number, for a config key that has one."""
-    described = field(path)
-    marks = described.metadata if described else ()
-    return next((f"; {mark.range} is usual" for mark in marks if isinstance(mark, Usual)), "")
 
 
 def _expected(item: Any) -> str:

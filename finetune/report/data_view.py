@@ -110,11 +110,21 @@ class DataView(PageView):
 
 
 def _facts(data: Inspection) -> dict[str, str]:
-    splits = words.splits(data.splits)
-    shown = ({"splits": splits} if splits else {}) | {
-        "batch": f"{words.count(data.batch_size)} rows a step, {_at_once(data)}",
-        "largest batch": f"{words.batch(data.worst_batch)}; the longest row is {data.longest_place}",
-    }
+    shown = {}
+    if splits := words.splits(data.splits):
+        shown["splits"] = splits
+
+    if data.worst_batch.packed:
+        at_once = "packed"
+    elif data.micro_batch_tokens:
+        at_once = f"micro-batches of at most {words.count(data.micro_batch_tokens)} tokens"
+    elif data.micro_batch == "auto":
+        at_once = "micro-batch is auto: counted as one"
+    else:
+        at_once = f"micro-batch {words.count(data.micro_batch)}"
+    shown["batch"] = f"{words.count(data.batch_size)} rows a step, {at_once}"
+    shown["largest batch"] = f"{words.batch(data.worst_batch)}; the longest row is {data.longest_place}"
+
     if data.warning:
         shown["evaluation set"] = data.warning
     elif data.eval and not data.judges:
@@ -129,16 +139,6 @@ def _facts(data: Inspection) -> dict[str, str]:
     if unused := words.unused(data.train, data.eval):
         shown["columns not used"] = unused
     return {**shown, "fingerprint": f"{data.fingerprint} (tokenizer and template)"}
-
-
-def _at_once(data: Inspection) -> str:
-    if data.worst_batch.packed:
-        return "packed"
-    if data.micro_batch_tokens:
-        return f"micro-batches of at most {words.count(data.micro_batch_tokens)} tokens"
-    if data.micro_batch == "auto":
-        return "micro-batch is auto: counted as one"
-    return f"micro-batch {words.count(data.micro_batch)}"
 
 
 def _splits(data: Inspection) -> dict[str, Counts]:

@@ -76,23 +76,18 @@ class LiveView:
         return Group(*lines)
 
     def _figures(self) -> str:
-        line = self._line
+        line, trend = self._line, ""
+        if len(self._losses) == 2 * _TREND_STEPS:
+            losses = list(self._losses)
+            before, now = statistics.fmean(losses[:_TREND_STEPS]), statistics.fmean(losses[_TREND_STEPS:])
+            falls, rises, stays = "↓↑→" if self._unicode else ("falling", "rising", "flat")
+            trend = f" {stays if abs(now - before) <= _FLAT * abs(before) else falls if now < before else rises}"
         norm = "nan" if line["grad_norm"] is None else f"{line['grad_norm']:.3g}"
         memory = "" if self._forecast else f"  {words.size(self._peak_bytes)}"
-        losses = f"loss {words.loss(line['loss'])}{self._trend()}{self._evaluated}{words.preferred(line)}"
         return (
-            f"{losses}  grad norm {norm}  "
+            f"loss {words.loss(line['loss'])}{trend}{self._evaluated}{words.preferred(line)}  grad norm {norm}  "
             f"lr {line['learning_rate']:.2e}  {words.count(line['tokens_per_second'])} tokens/s{memory}"
         )
-
-    def _trend(self) -> str:
-        """An arrow, once there are enough steps."""
-        if len(self._losses) < 2 * _TREND_STEPS:
-            return ""
-        losses = list(self._losses)
-        before, now = statistics.fmean(losses[:_TREND_STEPS]), statistics.fmean(losses[_TREND_STEPS:])
-        falls, rises, stays = "↓↑→" if self._unicode else ("falling", "rising", "flat")
-        return f" {stays if abs(now - before) <= _FLAT * abs(before) else falls if now < before else rises}"
 
     def _left(self, step: int) -> str:
         done = step - self._first_step

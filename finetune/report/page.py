@@ -127,8 +127,16 @@ def _job(
         facts["training"] = words.training(config.training, config.optimizer.kind)
         if figures.trained and figures.steps > (config.training.max_steps or figures.steps):
             facts["training"] += f"; an earlier start had done {words.count(figures.steps)} by then"
-    if changed := [event for event in figures.events if event["event"] == "schedule_changed"]:
-        facts["schedule"] = "; ".join(map(_changed_schedule, changed))
+    changes = []
+    for event in figures.events:
+        if event["event"] == "schedule_changed":
+            (then, now), (before, after) = event["steps"], event["learning_rate"]
+            changes.append(
+                f"of {words.count(then)} steps until step {words.count(event['step'])}, then of {words.count(now)}: "
+                f"the learning rate went from {before:.2e} to {after:.2e}"
+            )
+    if changes:
+        facts["schedule"] = "; ".join(changes)
     if environment:
         several = f"{words.count(figures.processes)} x " if figures.processes > 1 else ""
         facts["device"] = several + words.device(environment, environment["device"]["type"])
@@ -159,15 +167,6 @@ def result_rows(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str
         cost = f"{words.hours(figures.device_hours)} of {'GPU' if kind == 'cuda' else 'CPU'} time"
         rows.append(("duration", words.duration(figures.seconds), cost))
     return rows
-
-
-def _changed_schedule(event: Mapping[str, Any]) -> str:
-    """Describe a change of the number of steps, and of the learning rate that follows from it."""
-    (then, now), (before, after) = event["steps"], event["learning_rate"]
-    return (
-        f"of {words.count(then)} steps until step {words.count(event['step'])}, then of {words.count(now)}: the "
-        f"learning rate went from {before:.2e} to {after:.2e}"
-    )
 
 
 def _eval_loss(figures: Figures) -> tuple[str, str]:

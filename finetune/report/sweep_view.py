@@ -69,8 +69,14 @@ class SweepView(PageView):
         rows = f"{words.count(table.rows)} evaluation rows"
         verdict = f"winner: {table.winner}, on {rows}" if table.winner else f"no winner: {table.undecided} ({rows})"
         verdict += f"; {table.note}" if table.note else ""
-        settings = _HEAD, [_row(each) for each in table.settings]
-        return {"settings": settings, "verdict": verdict, "cost": _cost(table.settings)}
+        runs = sum(len(each.runs) for each in table.settings)
+        trained = sum(each.share * len(each.runs) for each in table.settings)
+        seconds = words.duration(sum(each.seconds for each in table.settings))
+        return {
+            "settings": (_HEAD, [_row(each) for each in table.settings]),
+            "verdict": verdict,
+            "cost": f"trained: {trained:.3g} of {words.count(runs)} whole runs, in {seconds}",
+        }
 
     def __repr__(self) -> str:
         return f"<sweep of {len(self.table.settings)} settings in {self.table.folder}>"
@@ -79,7 +85,7 @@ class SweepView(PageView):
 def _by_key(settings: Sequence[SettingResult]) -> list[dict[str, Any]]:
     """A chart for each swept key: how far the best setting with each of its values is from the best one of all.
 
-    Of settings with the same value, those that were compared after the largest share of a run count.
+    Of settings with the same value, the one that was compared after the largest share of a run counts.
     """
     charts = []
     for key in settings[0].values:
@@ -137,24 +143,16 @@ def _interval(result: SettingResult) -> tuple[float | None, float, float | None]
     return difference.get("low", value), value, difference.get("high", value)
 
 
-def _cost(settings: Sequence[SettingResult]) -> str:
-    """How much of all whole runs was trained, and in what time."""
-    runs = sum(len(each.runs) for each in settings)
-    trained = sum(each.share * len(each.runs) for each in settings)
-    seconds = words.duration(sum(each.seconds for each in settings))
-    return f"trained: {trained:.3g} of {words.count(runs)} whole runs, in {seconds}"
-
-
 def _row(result: SettingResult) -> tuple[str, ...]:
     loss = "" if result.loss is None else words.loss(result.loss)
-    at = "" if result.share in (0, 1) else f" at {words.share(result.share)}"
-    state = f"{result.state}{at}{': ' * bool(result.why)}{result.why}"
-    return result.setting, loss, _difference(result.difference), words.duration(result.seconds), state
-
-
-def _difference(difference: dict[str, float | None] | None) -> str:
-    if difference is None or difference["value"] is None:
-        return ""
-    if difference["low"] is None or difference["high"] is None:
-        return f"{difference['value']:+.4f}"
-    return f"{difference['value']:+.4f} ({difference['low']:+.4f} to {difference['high']:+.4f})"
+    above, difference = "", result.difference
+    if difference and difference["value"] is not None:
+        above = f"{difference['value']:+.4f}"
+        if difference["low"] is not None and difference["high"] is not None:
+            above += f" ({difference['low']:+.4f} to {difference['high']:+.4f})"
+    state: str = result.state
+    if early := _early(result):
+        state += f" at {early}"
+    if result.why:
+        state += f": {result.why}"
+    return result.setting, loss, above, words.duration(result.seconds), state

@@ -105,7 +105,10 @@ class Terminal:
         """Print the header: the job, its data, and the device. A failing output does not end the run from here on."""
         run = self._run = RunDirectory(path)
         if not isinstance(self._console.file, printing.LastingStream):  # in a sweep an earlier run has wrapped it
-            self._console.file = cast(IO[str], printing.LastingStream(self._console.file, self._output_lost))
+            lasting = printing.LastingStream(
+                self._console.file, lambda reason: self._run.event("output_lost", reason=reason)
+            )
+            self._console.file = cast(IO[str], lasting)
         self._forecast, self._log_every = forecast, config.tracking.log_every
         if run.config_file.is_file():  # the other ranks' directories have none
             self._renewal = Renewal(run)
@@ -117,9 +120,6 @@ class Terminal:
             facts |= words.shorter(forecast) | {"memory": words.verdict(forecast)}
         facts |= words.reference(config, forecast, in_step_share(config.training, data))
         self._facts(facts)
-
-    def _output_lost(self, reason: str) -> None:
-        self._run.event("output_lost", reason=reason)
 
     def built(self, model: Any, left_out: Mapping[str, int], capacity: str | None = None) -> None:
         """Print the numbers of parameters and of trained ones, the numbers of layers without an adapter by reason
@@ -152,7 +152,13 @@ class Terminal:
         if self._live:
             self._live.stepped(line)
         elif step in (self._first_step + 1, self._last_step) or step % every == 0:
-            self._say(f"step {step}/{self._last_step}  {self._progress(line)}")
+            done = step - self._first_step
+            left = (time.perf_counter() - self._started) / max(done, 1) * (self._last_step - step)
+            self._say(
+                f"step {step}/{self._last_step}  loss {words.loss(line['loss'])}{words.preferred(line)}  "
+                f"lr {line['learning_rate']:.2e}  {words.count(line['tokens_per_second'])} tokens/s  "
+                f"{words.size(headline(line['memory']))}  {words.duration(left)} left"
+            )
         if self._renewal:
             self._renewal.renew()
 
@@ -179,15 +185,6 @@ class Terminal:
             self.show(forecast_view.ChosenView(said))
         else:
             self.note(said)
-
-    def _progress(self, line: dict[str, Any]) -> str:
-        done = line["step"] - self._first_step
-        left = (time.perf_counter() - self._started) / max(done, 1) * (self._last_step - line["step"])
-        return (
-            f"loss {words.loss(line['loss'])}{words.preferred(line)}  lr {line['learning_rate']:.2e}  "
-            f"{words.count(line['tokens_per_second'])} tokens/s  {words.size(headline(line['memory']))}  "
-            f"{words.duration(left)} left"
-        )
 
     # -- after training --------------------------------------------------------------------------------------------
 
@@ -244,7 +241,7 @@ class Terminal:
         """Print where an export was uploaded to, and what earlier uploads left there."""
         self._say(f"uploaded to {address}")
         if also_there:
-            self._say(f"it also has files of earlier uploads, of which the card does not tell: {', '.join(also_there)}")
+            self._say(f"it also has files of earlier uploads, which the card does not mention: {', '.join(also_there)}")
 
     def finished(self, run: RunDirectory) -> None:
         """Print the results of the whole run, and their paths."""
@@ -256,10 +253,13 @@ class Terminal:
         self._say()
         if figures.peaks and not self._peaks_shown:
             printing.put(self._console, result.table())
+        speed = ""
+        if figures.tokens_per_second is not None and figures.padding_share is not None:
+            speed = f"{words.count(figures.tokens_per_second)} tokens/s, {words.share(figures.padding_share)} padding"
         paths = {"adapter": run.adapter, "merged": run.merged, "report": run.report_file, "plot": run.plot_file}
         facts = {
             "loss": _losses(figures),
-            "speed": _speed(figures),
+            "speed": speed,
             **{name: str(path) for name, path in paths.items() if path.exists()},
             "next": f"finetune {first_use} {run.quoted}" if run.adapter.exists() else "",
             "to serve": f"finetune export {run.quoted} --to {format}" if format else "",
@@ -357,12 +357,6 @@ def _losses(figures: Figures) -> str:
         text += f" → {words.loss(exported['eval_loss'])}{drop}"
     best = figures.best_evaluation
     return text + (f", best {words.loss(best['eval_loss'])} at step {best['step']}" if best else "")
-
-
-def _speed(figures: Figures) -> str:
-    if figures.tokens_per_second is None or figures.padding_share is None:
-        return ""
-    return f"{words.count(figures.tokens_per_second)} tokens/s, {words.share(figures.padding_share)} padding"
 
 
 def note_beside_output(text: str) -> None:

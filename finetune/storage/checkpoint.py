@@ -59,7 +59,13 @@ def write(run: RunDirectory, contents: Contents) -> Path:
     A failure leaves earlier checkpoints untouched.
     """
     target = run.checkpoint(contents.step)
-    _refuse_numbers(contents)
+    for name, tensors in contents.tensors.items():
+        for key, tensor in tensors.items():
+            if not weight_files.is_finite(tensor):
+                raise NumbersError(
+                    f"`{key}` is not finite at step {contents.step}, so {name} is not saved; earlier checkpoints are "
+                    "intact. Lower `training.learning_rate`, lengthen `training.warmup`, or use bf16 instead of fp16"
+                )
     try:
         run.checkpoints.mkdir(exist_ok=True)
         free = shutil.disk_usage(run.checkpoints).free
@@ -82,16 +88,6 @@ def write(run: RunDirectory, contents: Contents) -> Path:
             "`output.dir` to another disk, and run the same command again"
         ) from None
     return target
-
-
-def _refuse_numbers(contents: Contents) -> None:
-    for name, tensors in contents.tensors.items():
-        for key, tensor in tensors.items():
-            if not weight_files.is_finite(tensor):
-                raise NumbersError(
-                    f"`{key}` is not finite at step {contents.step}, so {name} is not saved; earlier checkpoints are "
-                    "intact. Lower `training.learning_rate`, lengthen `training.warmup`, or use bf16 instead of fp16"
-                )
 
 
 def _safetensors(tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
