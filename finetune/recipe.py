@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from finetune.config import Config
 from finetune.export import publish
-from finetune.model.resident import ResidentBase
+from finetune.model.build import Blueprint, LoadBase
 from finetune.report import page
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
@@ -24,13 +24,13 @@ from finetune.training.callbacks import Callback
 @libraries.alone()
 def train(
     config: Config, *, fresh: bool = False, terminal: Terminal | None = None, callbacks: tuple[Callback, ...] = (),
-    resident: ResidentBase | None = None,
+    load_base: LoadBase = Blueprint.load,
 ) -> Result:  # fmt: skip
     """Train as `config` says and return the results; a run that was interrupted goes on from its last checkpoint.
 
     Every rank runs this; rank 0 alone prints, exports and reports. `fresh` moves an earlier run in the same directory
-    aside instead. `resident` keeps the base of a single process in memory for its next run. Raises a FinetuneError for
-    each problem that a user can solve.
+    aside instead. `load_base` may return a base that the process already holds. Raises a FinetuneError for each problem
+    that a user can solve.
     """
     terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
     with start.started(config, terminal, fresh=fresh) as (session, job):
@@ -44,10 +44,10 @@ def train(
 
         # Open a new run directory, or an earlier one and its last checkpoint.
         opened = opening.open_run(job, read, session)
-        with start.computing(job, opened.run, session, resident) as (monitor, trackers):
+        with start.computing(job, opened.run, session) as (monitor, trackers):
             # Build the base, which is asked a few questions, and the adapter on it.
             built, asked = building.load_and_adapt(
-                job, read, opened, session, monitor, trackers, callbacks, resident
+                job, read, opened, session, monitor, trackers, callbacks, load_base
             )  # fmt: skip
             built, job = building.complete(built, job, prepared, session)
 

@@ -9,7 +9,7 @@ driver records no peak. On a CPU: the process's peak resident size, which Linux 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -97,20 +97,27 @@ class Monitor:
 
     One phase is open at a time: `enter` closes the previous one. A phase that is entered several times in a step (once
     per micro-batch) keeps its largest peak. Tensors that exist before the monitor (a notebook's, an earlier run's) are
-    not counted, except `own`.
+    not counted, except those of a model that is included.
     """
 
-    def __init__(self, meter: Meter, own: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._others: list[weakref.ref[torch.Tensor]] | None = None
         if isinstance(meter, HostMeter):
             from finetune.measure import tensors  # imports torch
 
-            self._others = tensors.living(own)
+            self._others = tensors.living()
         self._open: str | None = None
         self._count: TensorCount | None = None
         self._step: dict[str, Peak] = {}
         self.run: dict[str, Peak] = {}
+
+    def include(self, model: torch.nn.Module) -> None:
+        """Count the weights of the run's model also where an earlier run has loaded them."""
+        if self._others:
+            from finetune.measure import tensors
+
+            self._others = tensors.without(self._others, [*model.parameters(), *model.buffers()])
 
     def enter(self, phase: str) -> None:
         """Start measuring `phase`, one of PHASES."""

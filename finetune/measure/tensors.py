@@ -75,10 +75,19 @@ def is_profiling() -> bool:
     return autograd._profiler_enabled()  # noqa: SLF001 -- torch 2.13 has no public name for it
 
 
-def living(own: Iterable[torch.Tensor] = ()) -> list[weakref.ref[torch.Tensor]]:
-    """References to all tensors that Python holds, except those with the storage of one of `own`."""
-    known = _storage_bytes(own)
-    return [weakref.ref(tensor) for tensor in _tensors() if not (known and _storage_bytes([tensor]).keys() & known)]
+def living() -> list[weakref.ref[torch.Tensor]]:
+    """References to all tensors that Python holds."""
+    return [weakref.ref(tensor) for tensor in _tensors()]
+
+
+def without(
+    references: Iterable[weakref.ref[torch.Tensor]], own: Iterable[torch.Tensor]
+) -> list[weakref.ref[torch.Tensor]]:
+    """The references to living tensors that share no storage with one of `own`."""
+    storages = _storage_bytes(own).keys()
+    return [
+        each for each in references if (tensor := each()) is not None and not _storage_bytes([tensor]).keys() & storages
+    ]
 
 
 def live_bytes(others: Sequence[weakref.ref[torch.Tensor]] = ()) -> int:

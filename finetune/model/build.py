@@ -87,6 +87,10 @@ class Blueprint:
         return mixtures[0]
 
 
+LoadBase = Callable[[Blueprint, torch.device, Placement | None], Any]
+"""`Blueprint.load`, or a function in its place that returns a base that the process already holds."""
+
+
 def blueprint(config: Config, architecture: Any, attention: str) -> Blueprint:
     """The blueprint of the job's base."""
     dtype = base_dtype(config.adapter, config.training)

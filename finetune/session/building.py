@@ -8,8 +8,8 @@ from finetune.forecast import measured
 from finetune.measure.monitor import Monitor
 from finetune.model import build
 from finetune.model.adapters import adapter
+from finetune.model.build import LoadBase
 from finetune.model.recompute import checkpointing
-from finetune.model.resident import ResidentBase
 from finetune.resolve import Job, resolve
 from finetune.runtime import ranks
 from finetune.session import opening, resume
@@ -26,7 +26,7 @@ from finetune.training.tracking import Trackers
 
 def load_and_adapt(
     job: Job, inputs: JobInputs, opened: Opened, session: Session, monitor: Monitor, trackers: Trackers,
-    callbacks: tuple[Callback, ...], resident: ResidentBase | None,
+    callbacks: tuple[Callback, ...], load_base: LoadBase,
 ) -> tuple[TrainingJob, Asked]:  # fmt: skip
     """Load the base, let it answer a few questions, and put the adapter on it; the job to be trained and the answers.
 
@@ -35,12 +35,11 @@ def load_and_adapt(
     config, device, terminal, start = job.config, session.device, session.terminal, opened.start
     placement = strategies.placement(config.distributed, device)
     with monitor.phase("load"):
-        load = inputs.blueprint.load
-        base = resident.load(inputs.blueprint, device) if resident else load(device, placement)
+        base = load_base(inputs.blueprint, device, placement)
+    monitor.include(base)
     provenance = opening.confirm_base(job, opened, inputs, base)
     monitor.take_step()  # loading is reported once, not with the first step
-    known = resident.computed if resident else None
-    answered = sample_answers.before(base, inputs.tokenizer, config, opened.run, terminal.note, known)
+    answered = sample_answers.before(base, inputs.tokenizer, config, opened.run, terminal.note)
     model = build.trainable(
         base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
         seed=config.training.seed, device_type=device.type, placement=placement,
@@ -52,7 +51,7 @@ def load_and_adapt(
         process=Process(device, monitor, session.signals),
         outlets=Outlets(opened.run, terminal, trackers, Callbacks(callbacks if ranks.is_main() else ())),
         provenance=provenance, resume_from=start.checkpoint,
-        by_length=job.forecast.by_length if job.forecast else (), kernels_off=job.kernels_off, resident=resident,
+        by_length=job.forecast.by_length if job.forecast else (), kernels_off=job.kernels_off,
     ), answered  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from finetune.errors import FinetuneError, Terminated
 from finetune.forecast.devices import cap
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model.base import blaming_base
-from finetune.model.resident import ResidentBase
 from finetune.report.terminal import Terminal
 from finetune.resolve import Job, resolve
 from finetune.runtime import libraries, ranks
@@ -107,14 +106,12 @@ def started(asked: Config, terminal: Terminal, *, fresh: bool) -> Iterator[tuple
 
 
 @contextlib.contextmanager
-def computing(
-    job: Job, own: RunDirectory, session: Session, resident: ResidentBase | None
-) -> Iterator[tuple[Monitor, Trackers]]:  # fmt: skip
+def computing(job: Job, own: RunDirectory, session: Session) -> Iterator[tuple[Monitor, Trackers]]:
     """In the block, memory and metrics are recorded in the rank's `own` directory, GPU memory is capped, out of memory
     is reported with what to do, and arithmetic is deterministic if the config asks for it.
     """
     config, device = job.config, session.device
-    monitor = Monitor(meter_for(device.type), resident.weights() if resident else ())
+    monitor = Monitor(meter_for(device.type))
     trackers = Trackers(config.tracking, own, config, session.terminal.note)
     exactly = config.training.deterministic and device.type == "cuda"
     with trackers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -56,9 +55,6 @@ def assemble(job: TrainingJob, steps: StepSource | None = None) -> Loop:
     evaluation = None
     if job.data.eval is not None:
         evaluation = EvalLoss(step, job.data.eval, collate, training.batch_size, report.of_evaluation)
-        if job.resident and not config.adapter.start_from:
-            evaluation.known = job.resident.computed
-            evaluation.untrained = _untrained_settings(job)
     return Loop(
         step=step,
         schedule=schedule,
@@ -76,15 +72,6 @@ def assemble(job: TrainingJob, steps: StepSource | None = None) -> Loop:
         evaluation=evaluation,
         signals=job.process.signals,
     )
-
-
-def _untrained_settings(job: TrainingJob) -> str:
-    """What the evaluation loss of a run before its first step follows from, besides the base in memory."""
-    own = job.config.model_dump_json(
-        exclude={"training": {"learning_rate"}, "optimizer": True, "output": True, "tracking": True}
-    )
-    rest = {part: value for part, value in job.provenance.items() if part != "config"}
-    return json.dumps([own, rest, sorted(job.kernels_off)])
 
 
 def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) -> Step:

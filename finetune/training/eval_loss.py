@@ -116,9 +116,6 @@ class Evaluation(Protocol):
     def higher_is_better(self) -> bool:
         """Whether a higher value is better."""
 
-    def before_training(self) -> float | None:
-        """The value of a model before its first step."""
-
     def value(self) -> float | None:
         """The value of the model as it is, the same on all ranks; None if it does not fit into memory."""
 
@@ -131,8 +128,7 @@ class EvalLoss:
     """The loss on the evaluation set as a run's `Evaluation`.
 
     `report` gets each micro-batch that is split because it does not fit, and a single row that does not fit; there is
-    then no loss. `known` has the losses of untrained models by all that they follow from; the key of this one is
-    `untrained`.
+    then no loss.
     """
 
     step: Step
@@ -141,18 +137,7 @@ class EvalLoss:
     batch_size: int
     report: EvaluationReport
     limit: oom_retry.Limit = field(default_factory=oom_retry.Limit)
-    known: dict[Any, Any] = field(default_factory=dict)
-    untrained: str = ""
     higher_is_better: ClassVar[bool] = False
-
-    def before_training(self) -> float | None:
-        """`value` of a model before its first step, computed once for all runs that begin with the same weights."""
-        if self.untrained in self.known:
-            return float(self.known[self.untrained])
-        loss = self.value()
-        if loss is not None and not self.limit.lowered:  # a split changes the last digits
-            self.known[self.untrained] = loss
-        return loss
 
     def value(self, steps: Iterable[list[Inputs]] | None = None) -> float | None:
         """Mean loss in nats per trained token over `steps`, by default all rows; None if a row does not fit a rank.

@@ -12,7 +12,6 @@ import torch
 from finetune.config import Config
 from finetune.data.prepare import Prepared
 from finetune.measure.monitor import Monitor
-from finetune.model.resident import ResidentBase
 from finetune.runtime.signals import Signals
 from finetune.storage.records import UpTo
 from finetune.training.recorder import Outlets
@@ -42,7 +41,7 @@ class TrainingJob:
     `architecture` is transformers' config of the base, which publishing needs without its files. `provenance` is
     written into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what short
     micro-batches recompute, where that is less than the config says. `kernels_off`: fused kernels, or `loss`, that the
-    device or the model itself rules out. `resident` is the base that runs of a sweep share.
+    device or the model itself rules out.
     """
 
     config: Config
@@ -56,4 +55,3 @@ class TrainingJob:
     resume_from: Path | None = None
     by_length: Sequence[UpTo] = ()
     kernels_off: frozenset[str] = frozenset()
-    resident: ResidentBase | None = None

@@ -199,7 +199,7 @@ class Loop:
         try:
             with self.step.monitor.phase("evaluation"):
                 with self._until_a_signal():
-                    value = self.evaluation.value() if self.progress.step else self.evaluation.before_training()
+                    value = self.evaluation.value()
                 if value is not None:
                     self.recorder.evaluated(self.progress, value)
                 return value

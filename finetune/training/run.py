@@ -21,7 +21,7 @@ from finetune.training.loop import Loop
 from finetune.training.progress import Progress, read_progress
 from finetune.training.recorder import Outlets
 from finetune.training.state import restore, restore_weights, updates_in, whole_weights
-from finetune.training.warm_up import count_tensors, warm_up
+from finetune.training.warm_up import warm_up
 
 __all__ = ["Outcome", "Outlets", "Process", "TrainingJob", "train"]
 
@@ -69,7 +69,10 @@ def fit(job: TrainingJob, loop: Loop) -> None:
             return
         restore(loop.step, loop.schedule, job.resume_from)
         _note_other_schedule(job, loop, job.resume_from)
-    _warm_up(job, loop)
+    started = time.perf_counter()
+    peaks = warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
+    seconds = round(time.perf_counter() - started, 3)
+    job.outlets.run.event("largest_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
     try:
         loop.run(job.resume_from)
         # After a signal, a launcher kills the other ranks half a minute after the first one ends.
@@ -80,23 +83,6 @@ def fit(job: TrainingJob, loop: Loop) -> None:
         with contextlib.suppress(Exception):  # the first error is the one to report
             loop.checkpoints.wait()
         raise
-
-
-def _warm_up(job: TrainingJob, loop: Loop) -> None:
-    """Try the largest batch, unless this process has done so for a run with the same settings."""
-    started, shown = time.perf_counter(), job.resident.computed if job.resident else {}
-    decides = job.config.model_dump_json(
-        exclude={"training": {"learning_rate", "seed"}, "output": True, "tracking": True}
-    )
-    settings, events = ("largest batch", decides), len([*job.outlets.run.events()])
-    if peaks := shown.get(settings):
-        count_tensors(job.process.monitor, peaks)
-    else:
-        peaks = warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
-        if len([*job.outlets.run.events()]) == events:  # no micro-batch was split
-            shown[settings] = peaks
-    seconds = round(time.perf_counter() - started, 3)
-    job.outlets.run.event("largest_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
 
 
 @dataclass(frozen=True)

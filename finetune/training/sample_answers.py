@@ -33,11 +33,8 @@ Asked = list[tuple[examples.Chat | examples.Completion, SampleAnswer]]
 """Prompts with their rows of answers.json, which hold only text: messages may have values that JSON lacks."""
 
 
-def before(
-    base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: Callable[[str], None],
-    computed: dict[Any, list[str]] | None = None,
-) -> Asked:  # fmt: skip
-    """The base's answers, reused from an earlier start of the run if possible, or from what this base has `computed`.
+def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: Callable[[str], None]) -> Asked:
+    """The base's answers, reused from an earlier start of the run if possible.
 
     Empty on ranks other than 0, for a model that scores sequences, for random weights, for a sharded base, which rank 0
     cannot run alone, and if the model's code fails; training then explains the failure.
@@ -51,15 +48,13 @@ def before(
         return kept
     stage("the base answers a few questions, to compare with later")
     positions = bounds.table_size(base) or math.inf
-    prompts = [(each, answering.prompt_ids(each.prompt, tokenizer, config.data.control_tokens)) for each in asked]
     # Training rows are truncated, questions are not.
-    short = [(each, ids) for each, ids in prompts if len(ids) < positions]
-    # Token ids do not identify images.
-    key = (config.training.precision, *(tuple(ids) for _, ids in short)) if not media else object()
-    computed = {} if computed is None else computed
+    short = [
+        each for each in asked
+        if len(answering.prompt_ids(each.prompt, tokenizer, config.data.control_tokens)) < positions
+    ]  # fmt: skip
     try:
-        replies = computed.get(key) or _replies(base, tokenizer, [each.prompt for each, _ in short], config)
-        computed[key] = replies
+        replies = _replies(base, tokenizer, [each.prompt for each in short], config)
     except (torch.OutOfMemoryError, MemoryError, FinetuneError):
         raise
     except Exception as error:  # the model's code may raise anything
@@ -68,7 +63,7 @@ def before(
         )
         return []
     with_replies: Asked = []
-    for (each, _), reply in zip(short, replies, strict=True):
+    for each, reply in zip(short, replies, strict=True):
         question = examples.shown(each.prompt)
         with_replies.append(
             (each.prompt, {"question": question, "reference": each.reference, "before": reply, "after": None})

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
-from finetune.measure.monitor import Monitor, Peak
+from finetune.measure.monitor import Peak
 from finetune.model.distributed import optimizer_states
 from finetune.training.batches import StepSource
 from finetune.training.eval_loss import Evaluation
@@ -35,20 +35,13 @@ def warm_up(step: Step, steps: StepSource, retry: Retry, evaluation: Evaluation 
     with monitor.counting_tensors(kept.size_bytes):
         _run_largest(step, steps, retry, evaluation)
     peaks = monitor.take_step()
+    # The run's peaks come from its steps; tensors are counted here alone, on the batch of the forecast.
     monitor.run = before
-    count_tensors(monitor, peaks)
-    kept.put_back()
-    return peaks
-
-
-def count_tensors(monitor: Monitor, peaks: dict[str, Peak]) -> None:
-    """Record the tensor counts of a warm-up's `peaks` as those of the run, whose other peaks come from its steps.
-
-    Tensors are counted in the warm-up only, whose batch is the one that is forecast.
-    """
     for phase, peak in peaks.items():
         if "resident_bytes" in peak and "allocated_bytes" in peak:
             monitor.run[phase] = {**monitor.run.get(phase, {}), "allocated_bytes": peak["allocated_bytes"]}
+    kept.put_back()
+    return peaks
 
 
 def _run_largest(step: Step, steps: StepSource, retry: Retry, evaluation: Evaluation | None) -> None:

@@ -1,5 +1,6 @@
 """The monitor measures peaks, phase by phase, and tells a leak from noise."""
 
+import copy
 import gc
 import json
 from pathlib import Path
@@ -77,6 +78,16 @@ def test_tensors_are_counted_by_phase_and_not_what_else_is_resident() -> None:
     assert counted == {"load": None, "forward": 103 * MIB, "backward": 123 * MIB}
     assert monitor.run["backward"].keys() == {"allocated_bytes", "resident_bytes"}
     assert others.nbytes + held.nbytes <= tensors.live_bytes()
+
+
+def test_the_weights_of_the_runs_model_are_counted_although_they_were_there_before() -> None:
+    model, others = torch.nn.Linear(2**10, 2**8, bias=False), torch.ones(4 * MIB // 4)
+    monitor = Monitor(HostMeter())
+    monitor.include(copy.deepcopy(model, {id(model.weight): model.weight}))
+    with monitor.counting_tensors(), monitor.phase("forward"):
+        torch.ones(2 * MIB // 4)
+    assert monitor.run["forward"]["allocated_bytes"] == 3 * MIB
+    assert others.nbytes == 4 * MIB
 
 
 def test_tensors_that_stand_apart_are_not_counted() -> None:

@@ -93,9 +93,6 @@ class Asked:
         self.note("evaluation")
         return next(self._losses)
 
-    def before_training(self) -> float | None:
-        return self.value()
-
     def of(self, *kinds: str) -> list[str]:
         """The notes of these kinds."""
         return [note for note in self.notes if note.split()[0] in kinds]

@@ -300,7 +300,7 @@ class _Sweep:
             if share == 1 or _share(training, progress.step, progress.epoch) < share:
                 libraries.return_freed_memory()  # freed by members that have ended
                 terminal, callbacks = self.output.of(member.name, share), (_pause(training, share),)
-                recipe.train(member.config, terminal=terminal, callbacks=callbacks, resident=self.resident)
+                recipe.train(member.config, terminal=terminal, callbacks=callbacks, load_base=self.resident.load)
         except _MemberPaused:
             pass
         except NumbersError:

@@ -36,7 +36,6 @@ from finetune.storage.files import write_bytes
 from finetune.storage.rundir import RunDirectory
 from finetune.training import run as training_run
 from finetune.training import sample_answers
-from finetune.training.eval_loss import EvalLoss
 
 JOB = [
     *QUICK, "training.max_steps=8", "data.eval_share=0.3", "adapter.rank=4", "adapter.dropout=0.1",
@@ -107,35 +106,6 @@ def test_members_are_lone_runs_to_the_bit_up_to_where_they_are_stopped(
         assert len(metric(member, "loss")) == steps
         assert metric(member, "loss", "eval_loss") == metric(lone, "loss", "eval_loss")
         assert setting.state == "stopped" or same_adapter(member, lone)
-
-
-@pytest.mark.slow
-def test_the_base_answers_once_for_all_members(tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is evaluated once, with adapters that have yet to change it."""
-    replies, asked = sample_answers._replies, []
-    loss, evaluated = EvalLoss.value, []
-
-    def count(model: Any, *given: Any) -> list[str]:
-        asked.append(hasattr(model, "peft_config"))
-        return replies(model, *given)
-
-    def evaluate(evaluation: EvalLoss, *given: Any) -> float | None:
-        evaluated.append(given)
-        return loss(evaluation, *given)
-
-    monkeypatch.setattr(sample_answers, "_replies", count)
-    monkeypatch.setattr(EvalLoss, "value", evaluate)
-    arguments = [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"]
-    table = running.sweep(TINY, arguments, {"training.learning_rate": ["1e-3", "3e-3"]})
-    assert sorted(asked) == [False, True, True]
-    runs = [RunDirectory(each.runs[0]) for each in table.settings]
-    said = [[each["before"] for each in run.answers()] for run in runs]
-    assert said[0]
-    assert said[0] == said[1]
-    assert len(evaluated) == 1 + 2
-    losses = [metric(run, "eval_loss") for run in runs]
-    assert [len(each) for each in losses] == [2] * 2
-    assert len({each[0] for each in losses}) == 1
 
 
 @pytest.mark.slow
