@@ -27,10 +27,10 @@ from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, NumbersError, OutOfMemoryError, first_line
 from finetune.extras.sweeps import grid, halving
 from finetune.extras.sweeps.grid import Member
+from finetune.extras.sweeps.resident import ResidentBase
 from finetune.model import build, precision
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
-from finetune.model.resident import ResidentBase
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import words
 from finetune.report.figures import Figures

@@ -24,9 +24,9 @@ from finetune import recipe
 from finetune.choices import load_config
 from finetune.errors import ConfigError, DataError, InUseError, OutOfMemoryError
 from finetune.extras.sweeps import grid, running
+from finetune.extras.sweeps.resident import ResidentBase
 from finetune.model import build
 from finetune.model.base import load_architecture
-from finetune.model.resident import ResidentBase
 from finetune.report import plots
 from finetune.report.sweep_table import TABLE
 from finetune.report.sweep_view import SweepView
