@@ -13,6 +13,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from finetune import extras
 from finetune.runtime import libraries
 from finetune.storage import private
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from finetune.training.callbacks import Callback as Callback
 
 libraries.before_import()
+extras.register()
 
 # Importing torch takes seconds; `finetune --help` and `import finetune` should not.
 _HOMES = {

@@ -1,1 +1,10 @@
-"""What a run does not need: each brings its command, its tests and its page, and can be read or removed alone."""
+"""What a run does not need. The core never imports it: extras add their entries to the core's tables."""
+
+from __future__ import annotations
+
+from finetune.extras import zero
+
+
+def register() -> None:
+    """Add the extras to the tables; what they need is imported when a job asks for it."""
+    zero.register()

@@ -21,13 +21,7 @@ def _sharded() -> type[TracedEngine]:
     return TracedShards
 
 
-def _deepspeed() -> type[TracedEngine]:
-    from finetune.forecast.fake_zero import FakeZero
-
-    return FakeZero
-
-
-ENGINES: dict[str, Callable[[], type[TracedEngine]]] = {"fsdp": _sharded, "deepspeed": _deepspeed}
+ENGINES: dict[str, Callable[[], type[TracedEngine]]] = {"fsdp": _sharded}
 """By `distributed.kind`, a function that loads the engine; a strategy without an entry is traced by TracedEngine.
 
 An engine adds to a trace what its strategy allocates, sends and copies: see the methods of TracedEngine, and `mark`,

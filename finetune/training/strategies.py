@@ -67,18 +67,6 @@ def _sharding(section: DistributedSection, device: torch.device, group: dist.Pro
     return Sharding.over_ranks(device, group, keep_whole=section.stage == "gradients", offload=section.offload == "cpu")
 
 
-def _deepspeed(given: Given) -> Engine:
-    from finetune.model.distributed.zero import Zero
-
-    return Zero(given.model, given.optimizer, given.section, given.max_grad_norm, given.device)
-
-
-def _check_deepspeed(section: DistributedSection, device: torch.device) -> None:
-    from finetune.model.distributed import zero
-
-    zero.check(section, device)
-
-
 _OF_PARTS = ("stage", "offload", "nvme_path")
 
 STRATEGIES: dict[str, Strategy] = {
@@ -99,14 +87,6 @@ STRATEGIES: dict[str, Strategy] = {
         _sharded,
         updates="row",
         placement=_sharding,
-    ),
-    "deepspeed": Strategy(
-        "optimizer states, and by `stage` gradients and weights, in shards (DeepSpeed's ZeRO 1 to 3; also a single "
-        "process, for `offload`); needs the package deepspeed",
-        _deepspeed,
-        updates="number",
-        alone=True,
-        check=_check_deepspeed,
     ),
 }
 

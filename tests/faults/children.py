@@ -289,7 +289,7 @@ def _finetune(config: str) -> Any:
 
         import finetune.recipe  # noqa: F401 -- with all that it imports
         from finetune import cli
-        from finetune.model.distributed import zero
+        from finetune.extras.zero import engine as zero
         from finetune.report import plots
         from finetune.storage.files import write_bytes
         from finetune.training import reference_scores, sample_answers

@@ -26,7 +26,7 @@ from transformers import AutoConfig
 import finetune
 from finetune.config import Config, DistributedSection
 from finetune.errors import ConfigError, MachineError, NumbersError
-from finetune.model.distributed import zero
+from finetune.extras.zero import engine as zero
 from finetune.storage.rundir import RunDirectory
 
 pytest.importorskip("deepspeed")

@@ -1,6 +1,6 @@
 """The engine of a step: its passes, its clipping and its update, for one way in which ranks share a model.
 
-`OneProcess` shares nothing. `replicas`, `sharding` and `zero` have an engine each, which a run chooses by
+`OneProcess` shares nothing. `replicas` and `sharding` have an engine each, and an extra may; a run chooses one by
 `training.strategies`; a forecast passes engines of its own. Rows that ranks split (`context`) come beside any of them.
 """
 

@@ -1,7 +1,7 @@
 """DeepSpeed's engine in a traced step: what rank 0 allocates, sends and copies, without DeepSpeed.
 
 The step, the optimizer and autograd are real, on fake tensors. Around them stand the buffers of DeepSpeed 0.19.8 with
-the config that `model.distributed.zero` gives it, made and freed where its source does (paths below
+the config that `engine` gives it, made and freed where its source does (paths below
 deepspeed/runtime/zero). A flat buffer has the size that it has for the whole model, although fewer layers are traced.
 Not modelled: reuse of memory across streams.
 """
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.extras.zero.engine import BUCKET, PERSISTENT, STAGES, Rates
 from finetune.forecast.traced_engine import Traced, TracedEngine
-from finetune.model.distributed.zero import BUCKET, PERSISTENT, STAGES, Rates
 from finetune.runtime import patches
 
 _FLOAT32 = 4
@@ -64,7 +64,7 @@ class Partition:
 
 
 class FakeZero(TracedEngine):
-    """The engine in the place of `model.distributed.zero.Zero`."""
+    """The engine in the place of `engine.Zero`."""
 
     reusable = False
     updates_weights = False
