@@ -60,7 +60,35 @@ _WITH_MODULES = but([], ["score"])
 """Not the head for scores, which training such a model adds by itself."""
 _WHOLE = "needs whole weights, of which a rank has shards"
 
-RULES = (
+
+def of_shards(kind: str) -> list[Rule]:
+    """The rules for a `distributed.kind` whose ranks hold shards of what is trained."""
+    rules = [
+        Rule(key, values, "distributed.kind", only(kind), f"{reason}; set `{remedy}`, or `distributed.kind: ddp`")
+        for key, values, reason, remedy in (
+            *(
+                ("quantization.kind", only(form), f"the scales of {form} weights cannot be sharded", "nf4` or `none")
+                for form in ("int8", *PACKED)
+            ),
+            ("adapter.init", but("default"), f"an initialization from the weights {_WHOLE}", "default"),
+            ("adapter.dora", only(True), f"DoRA {_WHOLE}", "false"),
+            ("data.new_tokens", but([]), f"training rows of the embedding and the head {_WHOLE}", "[]"),
+            (
+                "training.precision", only("fp16"),
+                "fp16's loss scale would differ between ranks with sharded gradients", "bf16",
+            ),
+            ("kernels.fused", only("on"), f"trying a kernel on a layer {_WHOLE}", "auto"),
+            ("kernels.compile", but("none"), "sharded layers are not compiled", "none"),
+        )
+    ]  # fmt: skip
+    with_head = Rule(
+        "distributed.kind", only(kind), "training.objective", only("reward", "classification"),
+        "a model with a head for scores is not divided among ranks; set `distributed.kind: ddp`",
+    )  # fmt: skip
+    return [*rules, with_head]
+
+
+RULES = [
     *SERVING,
     Rule(
         "adapter.kind", only("none"), "quantization.kind", but("none"),
@@ -163,56 +191,7 @@ RULES = (
         "kernels.compile", only("layers"), "memory.offload", only("checkpoints"),
         "layers whose inputs are offloaded cannot be compiled; set `none`, or `memory.offload: none`",
     ),
-    *(
-        Rule(
-            key, values, "distributed.kind", only("fsdp", "deepspeed"),
-            f"{reason}; set `{remedy}`, or `distributed.kind: ddp`",
-        )
-        for key, values, reason, remedy in (
-            *(
-                ("quantization.kind", only(kind), f"the scales of {kind} weights cannot be sharded", "nf4` or `none")
-                for kind in ("int8", *PACKED)
-            ),
-            ("adapter.init", but("default"), f"an initialization from the weights {_WHOLE}", "default"),
-            ("adapter.dora", only(True), f"DoRA {_WHOLE}", "false"),
-            ("data.new_tokens", but([]), f"training rows of the embedding and the head {_WHOLE}", "[]"),
-            (
-                "training.precision", only("fp16"),
-                "fp16's loss scale would differ between ranks with sharded gradients", "bf16",
-            ),
-            ("kernels.fused", only("on"), f"trying a kernel on a layer {_WHOLE}", "auto"),
-            ("kernels.compile", but("none"), "sharded layers are not compiled", "none"),
-        )
-    ),
-    Rule(
-        "distributed.stage", only("optimizer"), "distributed.kind", only("fsdp"),
-        "`fsdp` cuts gradients as well; set `gradients`, or `distributed.kind: deepspeed`",
-    ),
-    Rule(
-        "distributed.offload", only("nvme"), "distributed.kind", only("fsdp"),
-        "`fsdp` keeps nothing on a disk; set `cpu`, or `distributed.kind: deepspeed`",
-    ),
-    Rule(
-        "distributed.offload", only("nvme"), "distributed.stage", but("weights"),
-        "DeepSpeed keeps shards on a disk only where it cuts weights; set `cpu`, or `distributed.stage: weights`",
-    ),
-    Rule(
-        "distributed.nvme_path", only(None), "distributed.offload", only("nvme"),
-        "`offload: nvme` needs it; set a directory on a fast local disk",
-    ),
-    Rule(
-        "distributed.nvme_path", but(None), "distributed.offload", but("nvme"),
-        "nothing is kept there; remove it, or set `distributed.offload: nvme`",
-    ),
-    Rule(
-        "adapter.dtype", only("bfloat16"), "distributed.kind", only("deepspeed"),
-        "DeepSpeed would train float32 copies of the weights, which no checkpoint has; set `adapter.dtype: float32`, "
-        "or `distributed.kind: ddp`",
-    ),
-    Rule(
-        "distributed.context", but(1), "distributed.kind", only("deepspeed"),
-        "rows are split beside `ddp` and `fsdp` alone; set `context: 1`, or `distributed.kind: fsdp`",
-    ),
+    *of_shards("fsdp"),
     Rule(
         "kernels.compile", but("none"), "distributed.context", but(1),
         "layers that exchange tokens with other ranks are not compiled; set `none`, or `distributed.context: 1`",
@@ -234,10 +213,6 @@ RULES = (
                     ("data.new_tokens", but([]), "data.new_tokens: []"),
                 )
             ),
-            (
-                "distributed.kind", only("deepspeed"), "DeepSpeed computes one pass of a model at a time",
-                "distributed.kind: fsdp",
-            ),
         )
     ),
     *(
@@ -249,7 +224,6 @@ RULES = (
             ("adapter.kind", only("none"), "is trained by an adapter and its head alone", "adapter.kind: lora"),
             ("adapter.init", but("default"), "starts from the plain base", "adapter.init: default"),
             ("adapter.start_from", but(None), "starts from an adapter of zero", "adapter.start_from: null"),
-            ("distributed.kind", only("fsdp", "deepspeed"), "is not divided among ranks", "distributed.kind: ddp"),
             ("data.new_tokens", but([]), "has no head with rows for tokens", "data.new_tokens: []"),
         )
     ),
@@ -272,11 +246,6 @@ RULES = (
     Rule(
         "data.teacher_tokens", but(32), "training.objective", but("distillation"),
         "only distillation has a teacher; remove it, or set `training.objective: distillation`",
-    ),
-    Rule(
-        "distributed.kind", only("deepspeed"), "training.objective", only("distillation"),
-        "the head's rows of a teacher's tokens are read outside of the passes that DeepSpeed gathers weights for; set "
-        "`distributed.kind: fsdp`",
     ),
     Rule(
         "data.labels", but([]), "training.objective", but("classification"),
@@ -323,7 +292,8 @@ RULES = (
     Rule(
         "training.early_stopping", but(None), "data.eval", only("none"), "needs held-out rows; set `data.eval`",
     ),
-)  # fmt: skip
+]  # fmt: skip
+"""All rules; an engine of an extra adds its own."""
 
 
 def contradictions(
@@ -360,10 +330,6 @@ def _other_checks(config: Config, known: Collection[str]) -> Iterator[tuple[str,
     if config.distributed.context > 1 and config.training.objective.startswith(GIVEN):
         message = "a loss given from Python would see slices of rows; set `distributed.context: 1`"
         yield "training.objective", message
-    cuts_weights = (config.distributed.kind, config.distributed.stage) == ("deepspeed", "weights")
-    if config.model.vision != "none" and cuts_weights:
-        message = "a rank without images would not gather the model of images with the others; set `gradients`, or "
-        yield "distributed.stage", message + "`distributed.kind: fsdp`"
     if len(set(config.tracking.to)) < len(config.tracking.to):
         yield "tracking.to", "names a tracker twice; keep `tracking.to` to one of each"
     rows, part = config.training.batch_size, config.training.micro_batch

@@ -394,6 +394,12 @@ class KernelsSection(Section):
     steps then take a minute or more, and the memory forecast is that of the layers as they are."""
 
 
+SHARDED = {"fsdp"}
+"""The kinds of `distributed.kind` whose layers compute on gathered shards; an engine of an extra adds its own."""
+ONE_PASS = set[str]()
+"""Those whose engine computes one pass of a model at a time."""
+
+
 class DistributedSection(Section):
     """How several ranks, as torchrun starts them, share the model; one process alone holds all of it."""
 
@@ -402,11 +408,11 @@ class DistributedSection(Section):
     stage: Literal["weights", "gradients", "optimizer"] = "weights"
     """What a rank holds in shards. `weights`: also weights, which are whole only while a layer computes. `gradients`:
     gradients and optimizer states; weights are whole from the forward to the backward pass (`fsdp`) or always
-    (`deepspeed`, ZeRO 2). `optimizer`: only optimizer states (`deepspeed`, ZeRO 1)."""
+    (ZeRO 2). `optimizer`: only optimizer states (ZeRO 1)."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """`cpu` keeps the shards, their gradients and the optimizer states in host memory, where they are updated. `nvme`
-    keeps the optimizer states, with gradients and a float32 copy of the trained weights, on a disk (`deepspeed` with
-    `stage: weights`), and the weights in host memory."""
+    keeps the optimizer states, with gradients and a float32 copy of the trained weights, on a disk (ZeRO 3), and the
+    weights in host memory."""
     nvme_path: PathOrName | None = None
     """The directory for `offload: nvme`, on a fast local disk of each machine. What is written there is removed at the
     end, or by the next run there."""
@@ -499,13 +505,13 @@ class Config(Section):
         if self.preference.reference == "auto":
             # The embeddings' new rows are known only later.
             new = not self.adapter.starts_at_zero or bool(self.data.new_tokens)
-            return new or self.distributed.kind == "deepspeed"
+            return new or self.distributed.kind in ONE_PASS
         return self.preference.reference == "cached"
 
     @property
     def fused(self) -> Literal["auto", "on", "off"]:
         """`kernels.fused`, where `auto` is `off` for sharded and for compiled layers."""
-        left_alone = self.distributed.kind in ("fsdp", "deepspeed") or self.kernels.compile != "none"
+        left_alone = self.distributed.kind in SHARDED or self.kernels.compile != "none"
         return "off" if self.kernels.fused == "auto" and left_alone else self.kernels.fused
 
     def value(self, key: str) -> Any:

@@ -583,7 +583,7 @@ class _TracedStep:
 
     def _mark_gradients(self) -> None:
         for parameter, _ in self._trained():
-            if parameter.grad is not None:  # DeepSpeed leaves no gradients
+            if parameter.grad is not None:  # an engine may leave none
                 self.recorder.mark(self._held(parameter.grad), "gradients", managed=self.recorder.shards_on_host)
 
     def _update(self) -> None:

@@ -32,7 +32,7 @@ _SILENCED_WARNINGS = (
     r"IProgress not found",
     # bitsandbytes: training.optimizers.choose says the same in one line.
     r"Paged optimizers are not supported on CPU",
-    # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates.
+    # Engines of ranks call collectives by names that torch 2.13 deprecates.
     r"`torch.distributed.[a-z_]+` is deprecated",
     # torch.utils.checkpoint under autocast requests the state of a CUDA device even in a CPU-only build.
     r"User provided device_type of 'cuda', but CUDA is not available",
@@ -227,7 +227,7 @@ def alone() -> Iterator[None]:
 
 
 def save_model(model: Any, folder: Path | str, **options: Any) -> None:
-    """Call the `save_pretrained` of a model of transformers without importing DeepSpeed, whose engine it is not."""
+    """Call `save_pretrained` without importing an engine of ranks only to ask whether it wraps the model."""
     with patches.ENGINE_TO_UNWRAP.by(lambda: False):
         model.save_pretrained(str(folder), **options)
 

@@ -36,6 +36,7 @@ from finetune.runtime.stages import stage
 from finetune.session import provenance, resume
 from finetune.session.start import Session
 from finetune.training.checks import check
+from finetune.training.strategies import STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,12 @@ def gather(job: Job, session: Session) -> tuple[Job, JobInputs]:
         blueprint = build.blueprint(config, architecture, attention)
         adapter = resume.to_build(config.adapter, resumed=session.resumes)
         mixture = trial.check_model(config, architecture, attention, adapter)
-        if mixture and config.distributed.kind == "deepspeed" and config.distributed.stage == "weights":
-            _refuse_on_experts(build.weightless(config.model, architecture), adapter)
+        gathered = STRATEGIES[config.distributed.kind].gathers_experts(config.distributed)
+        if mixture and not gathered and adapted_experts(build.weightless(config.model, architecture), adapter):
+            raise ConfigError(
+                "`distributed.stage: weights` does not gather adapters on experts; set `stage: gradients`, or "
+                "`adapter.expert_rank: 0`, which leaves out experts"
+            )
     ranks.main_does(lambda: check_traceable(config, architecture, device))
     with ranks.agreeing():
         build.check_files(config.model, architecture)
@@ -115,15 +120,6 @@ def _prepared(section: DataSection, session: Session, media: Media, tokenizer: A
                 "put each image back, or another of its size in its place; without a row, use --fresh to start over"
             ) from None
         raise
-
-
-def _refuse_on_experts(base: Any, section: AdapterSection) -> None:
-    """Raise ConfigError for adapters on experts, which DeepSpeed does not gather, as no layer of theirs is called."""
-    if adapted_experts(base, section):
-        raise ConfigError(
-            "`distributed.stage: weights` does not gather adapters on experts; set `stage: gradients`, or "
-            "`adapter.expert_rank: 0`, which leaves out experts"
-        )
 
 
 def _started_from(

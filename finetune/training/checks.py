@@ -37,7 +37,7 @@ def check_optimizer(optimizer: OptimizerSection, section: DistributedSection) ->
         return
     if part == "number":
         raise ConfigError(
-            f"`optimizer.kind`: {kind} cannot update DeepSpeed's shards, which cut across weights; set "
+            f"`optimizer.kind`: {kind} cannot update the shards of `{section.kind}`, which cut across weights; set "
             "`adamw_torch_fused` or `sgd`, or `distributed.kind: fsdp`"
         )
     raise ConfigError(

@@ -35,7 +35,8 @@ class Strategy:
     `updates`: the smallest part of the model that a rank's optimizer must be able to update without the rest.
     `placement` divides a model from its loading on; without it each rank loads all of the model. `alone`: a single
     process uses it too. `check` raises MachineError for what this machine lacks. `ignores`: keys of the section that do
-    not apply to it, and that a config must not set.
+    not apply to it, and that a config must not set. `clones_group`: its ranks communicate in a second group as well.
+    `gathers_experts` tells whether weights are gathered of which no layer is called, as of adapters on experts.
     """
 
     help: str
@@ -45,6 +46,8 @@ class Strategy:
     alone: bool = False
     check: Callable[[DistributedSection, torch.device], None] = lambda section, device: None
     ignores: tuple[str, ...] = ()
+    clones_group: bool = False
+    gathers_experts: Callable[[DistributedSection], bool] = lambda section: True
 
 
 def _replicas(given: Given) -> Engine:
@@ -96,8 +99,7 @@ def groups(section: DistributedSection, ranks: int) -> list[int]:
     if ranks == 1:
         return []
     of_rows = [section.context] if section.context > 1 else []
-    # DeepSpeed clones the world group (0.19, `_clone_world_group`).
-    return [ranks, *of_rows, *([ranks] if section.kind == "deepspeed" else [])]
+    return [ranks, *of_rows, *([ranks] if STRATEGIES[section.kind].clones_group else [])]
 
 
 def least_first(config: Config) -> list[dict[str, str]]:

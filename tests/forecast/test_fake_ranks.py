@@ -170,7 +170,7 @@ def test_what_ranks_cannot_share_is_refused_before_anything_is_forecast(quick: Q
         (["distributed.context=2"], 3, "3 processes cannot form groups of 2"),
         (["training.batch_size=4"], 3, "`training.batch_size`"),
         (["training.batch_size=4"], 4, "`training.micro_batch`"),
-        (["optimizer.kind=adamw_8bit", "distributed.kind=deepspeed"], 2, "DeepSpeed"),
+        (["optimizer.kind=adamw_8bit", "distributed.kind=deepspeed"], 2, "shards of `deepspeed`"),
     ):
         with refusal(ConfigError, said):
             planning.planner_for(quick(*overrides), "cpu", gpus)

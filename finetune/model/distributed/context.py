@@ -4,9 +4,9 @@ What treats tokens one by one runs on the slice. Around attention the ranks exch
 computes attention over whole rows for its share of the heads (Ulysses, arXiv 2309.14509). The attention function is the
 one that the model uses anyway, with the mask of whole rows.
 
-DeepSpeed's `UlyssesSPAttentionHF` (0.19), which accelerate's `sp` is made of, does the same, but for one number of rows
-in all micro-batches; it drops the masks that windows and padding need, and gathers the positions in every layer.
-accelerate's `cp` is torch's own, which knows no masks either and has no SDPA on a CPU (torch 2.13).
+`UlyssesSPAttentionHF`, which accelerate's `sp` is made of (1.15), does the same, but for one number of rows in all
+micro-batches; it drops the masks that windows and padding need, and gathers the positions in every layer. accelerate's
+`cp` is torch's own, which knows no masks either and has no SDPA on a CPU (torch 2.13).
 """
 
 from __future__ import annotations
