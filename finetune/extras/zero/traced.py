@@ -1,15 +1,15 @@
 """DeepSpeed's engine in a traced step: what rank 0 allocates, sends and copies, without DeepSpeed.
 
 The step, the optimizer and autograd are real, on fake tensors. Around them stand the buffers of DeepSpeed 0.19.8 with
-the config that `engine` gives it, made and freed where its source does (paths below
-deepspeed/runtime/zero). A flat buffer has the size that it has for the whole model, although fewer layers are traced.
+the config that `engine` gives it, made and freed where its source does (paths below deepspeed/runtime/zero). A flat
+buffer has the size that it has for the whole model, although fewer layers are traced.
 Not modelled: reuse of memory across streams.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ _FLOAT32 = 4
 _SWAP_BUFFERS = 4
 # swap_tensor/optimizer_utils.py, `OptimizerSwapper.is_swappable_tensor`: a megabyte, the default of aio's `block_size`.
 _SWAPPED_FROM = 2**18
-# config.py, `sub_group_size`: numbers of a rank from which stage 3 updates a group in several parts.
+# config.py, `sub_group_size`: elements of a rank from which stage 3 updates a group in several parts.
 _UPDATED_AT_ONCE = 10**9
 
 
@@ -33,34 +33,76 @@ _UPDATED_AT_ONCE = 10**9
 class Partition:
     """The shard of one group of trained weights that rank 0 updates.
 
-    `numbers` are those of each whole weight in order, including layers that are not traced. With `in_parts` rank 0 has
+    `numels` are those of each whole weight in order, including layers that are not traced. With `in_parts` rank 0 has
     a part of every weight (stage3.py), else the beginning of all in a row (stage_1_and_2.py).
     """
 
-    numbers: Sequence[int]
+    group: dict[str, Any]
+    """The optimizer's."""
+    numels: Sequence[int]
     ranks: int
     in_parts: bool
     parts: list[int] = field(init=False)
-    """Numbers of each weight, or part of one, in it."""
-    size: int = field(init=False)
+    """Elements of each weight, or part of one, in it."""
+    numel: int = field(init=False)
     held: int = field(init=False)
-    """Numbers of all weights that are at least partly in it."""
+    """Elements of all weights that are at least partly in it."""
+    flat: nn.Parameter = field(init=False)
+    """Its weights in float32, which are updated; made when the engine starts."""
 
     def __post_init__(self) -> None:
         if self.in_parts:  # partition_parameters.py, `_partition_param`
-            self.parts = [-(-number // self.ranks) for number in self.numbers]
-            self.size = self.held = sum(self.parts)
+            self.parts = [-(-numel // self.ranks) for numel in self.numels]
+            self.numel = self.held = sum(self.parts)
             return
         # stage_1_and_2.py, `flatten_dense_tensors_aligned` with `nccl_start_alignment_factor`
-        self.size = 2 * -(-sum(self.numbers) // (2 * self.ranks))
+        self.numel = 2 * -(-sum(self.numels) // (2 * self.ranks))
         self.parts = []
         self.held = 0
         start = 0
-        for number in self.numbers:
-            if start < self.size:
-                self.parts.append(min(number, self.size - start))
-                self.held += number
-            start += number
+        for numel in self.numels:
+            if start < self.numel:
+                self.parts.append(min(numel, self.numel - start))
+                self.held += numel
+            start += numel
+
+
+class Buffers:
+    """Makes the buffers of an engine, each of a category and a layer of the trace; some lie in host memory."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.recorder = traced.recorder
+        self.offloads = traced.section.offload != "none"
+        self._apart = self.offloads and traced.on_gpu
+        """Whether what is offloaded is not in the device's memory."""
+
+    @contextlib.contextmanager
+    def of(self, category: str, *, host: bool, layer: int | None) -> Iterator[None]:
+        """In the block, what is allocated is of this category; with `host`, it lies where offloaded tensors do."""
+        recorder = self.recorder
+        before = recorder.category, recorder.managed, recorder.layer
+        recorder.category, recorder.layer = category, layer
+        recorder.managed = host and self._apart
+        try:
+            yield
+        finally:
+            recorder.category, recorder.managed, recorder.layer = before
+
+    def make(
+        self, numel: int, category: str, dtype: torch.dtype = torch.float32, *, host: bool = False,
+        layer: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """A buffer on the device, or with `host` where offloaded ones are: in pinned memory, handed out in powers of
+        two (torch 2.13, ATen/core/CachingHostAllocator.h).
+        """
+        with self.of(category, host=host, layer=layer):
+            pinned = self.recorder.managed and numel
+            return torch.empty(1 << (numel - 1).bit_length() if pinned else numel, dtype=dtype)[:numel]
+
+    def mark_states(self, states: Iterable[Tensor]) -> None:
+        """Record tensors as states of the optimizer."""
+        for value in states:
+            self.recorder.mark(value, "optimizer_states", managed=self._apart)
 
 
 class FakeZero(TracedEngine):
@@ -71,64 +113,64 @@ class FakeZero(TracedEngine):
 
     def __init__(self, traced: Traced) -> None:
         super().__init__(traced)
-        section, ranks, optimizer = traced.section, traced.ranks, traced.optimizer
-        self._base = traced.base
+        section, optimizer = traced.section, traced.optimizer
         self._updates = optimizer
         self.optimizer: torch.optim.Optimizer = Rates(list(optimizer.param_groups))
+        self._traced = traced
         self._stage = STAGES[section.stage]
-        self._cuts_weights = self._stage == STAGES["weights"]
-        self.keeps_gradients = self._stage == 1
-        self._ranks = ranks
-        self._recorder = traced.recorder
-        self._layer_of = traced.layer_of
-        self._on_gpu = traced.on_gpu
-        self._offloads = section.offload != "none"
-        self._groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
-        self._partitions: list[Partition] = []
-        self._group_of: list[dict[str, Any]] = []
-        for group in (group for group in optimizer.param_groups if group["params"]):
-            for numbers in self._updated_together(traced.whole(group["params"])):
-                self._partitions.append(Partition(numbers, ranks, self._cuts_weights))
-                self._group_of.append(group)
-        self._size = sum(one.size for one in self._partitions)
-        self._trained_numbers = sum(sum(one.numbers) for one in self._partitions)
-        self._bucket_size = min(self._trained_numbers, BUCKET)
-        self._on_disk = [section.offload == "nvme" and one.size >= _SWAPPED_FROM for one in self._partitions]
-        self._largest = max(max(one.numbers) for one in self._partitions)
-        self._kept: list[Any] = []
-        self._bucket: Tensor | None = None
-        self._reduced: Tensor | None = None
-        self._accumulated = False
-        self._parts: dict[Tensor, _Part] = {}
-        self._nothing: dict[torch.dtype, Tensor] = {}
-        self._weights_of: dict[nn.Module, list[Tensor]] = {}
-        self._in_backward: dict[nn.Module, list[Tensor]] = {}
-        """Modules whose backward pass has begun, each with frozen weights that were gathered to recompute for it."""
+        self.keeps_gradients = self._stage == STAGES["optimizer"]
+        self._recorder, self._buffers = traced.recorder, Buffers(traced)
+        in_parts = self._stage == STAGES["weights"]
+        self._partitioned = PartitionedWeights(traced, self._buffers) if in_parts else None
+        self._partitions = [
+            Partition(group, numels, traced.ranks, in_parts)
+            for group in optimizer.param_groups
+            if group["params"]
+            for numels in self._updated_together(traced.whole(group["params"]))
+        ]
+        self._weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self._gradients = _Gradients(min(self._trained_numel, BUCKET))
+
+    @property
+    def _numel(self) -> int:
+        """Elements that rank 0 updates."""
+        return sum(one.numel for one in self._partitions)
+
+    @property
+    def _trained_numel(self) -> int:
+        """Elements that all ranks update."""
+        return sum(sum(one.numels) for one in self._partitions)
+
+    @property
+    def _swapped(self) -> list[Partition]:
+        """The partitions that are on a disk between the updates."""
+        on_disk = self._traced.section.offload == "nvme"
+        return [one for one in self._partitions if on_disk and one.numel >= _SWAPPED_FROM]
 
     def passes(self) -> contextlib.AbstractContextManager[None]:
         """A context with the linear layers that DeepSpeed installs where it partitions weights."""
-        return patches.FUNCTIONAL_LINEAR.by(linear) if self._cuts_weights else contextlib.nullcontext()
+        return patches.FUNCTIONAL_LINEAR.by(linear) if self._partitioned else contextlib.nullcontext()
 
     def saved_bytes(self) -> dict[str, int]:
         """The saved bytes of all ranks."""
         states = [
-            value.nbytes * sum(one.numbers) // one.size
+            value.nbytes * sum(one.numels) // one.numel
             for one, state in zip(self._partitions, self._updates.state.values(), strict=True)
             for value in state.values()
             if value.dim()
         ]
-        return {"adapter": self._trained_numbers * _FLOAT32, "optimizer_states": sum(states)}
+        return {"adapter": self._trained_numel * _FLOAT32, "optimizer_states": sum(states)}
 
-    def _updated_together(self, numbers: list[int]) -> Iterator[list[int]]:
+    def _updated_together(self, numels: list[int]) -> Iterator[list[int]]:
         """stage3.py, `_create_fp16_sub_groups`."""
-        if not self._cuts_weights:
-            yield numbers
+        if not self._partitioned:
+            yield numels
             return
         start = size = 0
-        for end, number in enumerate(numbers, 1):
-            size += -(-number // self._ranks)
-            if size >= _UPDATED_AT_ONCE or end == len(numbers):
-                yield numbers[start:end]
+        for end, numel in enumerate(numels, 1):
+            size += -(-numel // self._traced.ranks)
+            if size >= _UPDATED_AT_ONCE or end == len(numels):
+                yield numels[start:end]
                 start = end
                 size = 0
 
@@ -136,133 +178,114 @@ class FakeZero(TracedEngine):
 
     def attach(self) -> None:
         """Take the model and the optimizer, as `deepspeed.initialize` does; within a recording."""
-        if self._cuts_weights:
-            self._partition()
+        make = self._buffers.make
+        if self._partitioned:
+            self._partitioned.partition(self._weights, self._numel)
         # Else the weights become views of a flat copy, which is made on the host where a card has no room for both.
         # A copy at stage 3 as well: `_create_fp32_partitions` compares a torch.device with a string.
-        flats = [nn.Parameter(self._make(one.size, "optimizer_states", host=True)) for one in self._partitions]
-        if any(self._on_disk):
-            largest = max(one.size for one in self._partitions)
-            self._kept = [self._make(largest, "workspace", host=True) for _ in range(_SWAP_BUFFERS)]
-        self._flats = flats
-        if self._offloads:
+        for one in self._partitions:
+            one.flat = nn.Parameter(make(one.numel, "optimizer_states", host=True))
+        kept = self._gradients.kept
+        if self._swapped:
+            largest = max(one.numel for one in self._partitions)
+            kept += [make(largest, "workspace", host=True) for _ in range(_SWAP_BUFFERS)]
+        if self._buffers.offloads:
             # `initialize_optimizer_states`: their gradients stay.
-            for flat in flats:
-                flat.grad = self._make(flat.numel(), "gradients", host=True)
-            if not self._cuts_weights:
-                self._kept += [
-                    *(self._make(one.size, "workspace", host=True) for one in self._partitions),
-                    self._make(self._largest, "workspace", host=True),  # temp_grad_buffer_for_cpu_offload
-                    self._make(self._largest, "workspace"),  # temp_grad_buffer_for_gpu_offload
+            for one in self._partitions:
+                one.flat.grad = make(one.numel, "gradients", host=True)
+            if not self._partitioned:
+                largest = max(max(one.numels) for one in self._partitions)
+                kept += [
+                    *(make(one.numel, "workspace", host=True) for one in self._partitions),
+                    make(largest, "workspace", host=True),  # temp_grad_buffer_for_cpu_offload
+                    make(largest, "workspace"),  # temp_grad_buffer_for_gpu_offload
                 ]
             self._swap()
-        if self._cuts_weights:
+        if self._partitioned:
             # stage3.py, `_setup_for_real_optimizer`: the bucket and the shards of gradients stay.
-            self._bucket = self._make(self._bucket_size, "gradients")
-            self._kept.append(self._make(self._size, "gradients", host=True))
-        for weight in self._trained_weights():
+            self._gradients.bucket = make(self._gradients.bucket_numel, "gradients")
+            kept.append(make(self._numel, "gradients", host=True))
+        for weight in self._weights:
             weight.register_post_accumulate_grad_hook(self._reduce)
-
-    def _trained_weights(self) -> Iterator[Tensor]:
-        return (weight for group in self._groups for weight in group)
-
-    @contextlib.contextmanager
-    def _as(self, category: str, host: bool, layer: int | None) -> Iterator[None]:
-        recorder = self._recorder
-        before = recorder.category, recorder.managed, recorder.layer
-        recorder.category, recorder.layer = category, layer
-        recorder.managed = host and self._on_gpu and self._offloads
-        try:
-            yield
-        finally:
-            recorder.category, recorder.managed, recorder.layer = before
-
-    def _make(
-        self, numbers: int, category: str, dtype: torch.dtype = torch.float32, *, host: bool = False,
-        layer: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        """A buffer on the device, or with `host` where offloaded ones are: in pinned memory, handed out in powers of
-        two (torch 2.13, ATen/core/CachingHostAllocator.h).
-        """
-        with self._as(category, host, layer):
-            pinned = self._recorder.managed and numbers
-            return torch.empty(1 << (numbers - 1).bit_length() if pinned else numbers, dtype=dtype)[:numbers]
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def accumulate(self) -> None:
         """Allocate what the step's micro-batches before the traced one have left."""
-        if self._stage == 1:
-            self._bucket = self._make(self._bucket_size, "gradients")  # since the first of them (`setup_buckets`)
-        elif not self._cuts_weights and not self._offloads:
-            self._accumulated = True
-            self._reduced = self._make(sum(one.held for one in self._partitions), "gradients")
-        elif not self._cuts_weights:
+        make, gradients = self._buffers.make, self._gradients
+        if self._stage == STAGES["optimizer"]:
+            # Since the first of them (`setup_buckets`).
+            gradients.bucket = make(gradients.bucket_numel, "gradients")
+        elif not self._partitioned and not self._buffers.offloads:
+            gradients.accumulated = True
+            self._gather_reduced()
+        elif not self._partitioned:
             # accumulated_grads_in_cpu
-            self._kept += [self._make(one.held, "gradients", host=True) for one in self._partitions]
+            gradients.kept += [make(one.held, "gradients", host=True) for one in self._partitions]
 
     def _reduce(self, weight: Any) -> None:
         """A weight's gradient is there: stage_1_and_2.py `process_gradients`, stage3.py `__add_grad_to_ipg_bucket`."""
-        if self._bucket is None:
-            self._bucket = self._make(self._bucket_size, "gradients")
-            if self._trained_numbers > self._bucket_size and self._stage == 2 and not self._offloads:
+        gradients, ranks, offloads = self._gradients, self._traced.ranks, self._buffers.offloads
+        overflows = self._trained_numel > gradients.bucket_numel
+        if gradients.bucket is None:
+            gradients.bucket = self._buffers.make(gradients.bucket_numel, "gradients")
+            if overflows and self._stage == STAGES["gradients"] and not offloads:
                 self._gather_reduced()
         self._recorder.mark(weight.grad, "gradients")
-        numbers = weight.numel()
-        if self._stage == 1:
+        if self._stage == STAGES["optimizer"]:
             return  # until the backward pass is over (`reduce_gradients`)
-        sent = numbers * _FLOAT32 * (self._ranks - 1) // self._ranks
-        copied = -(-numbers // self._ranks) * _FLOAT32 if self._offloads and self._cuts_weights else 0
-        self._recorder.transfers(sent_bytes=sent if self._cuts_weights else 2 * sent, copied_bytes=copied)
-        if self._trained_numbers > self._bucket_size:
+        numel = weight.numel()
+        sent = numel * _FLOAT32 * (ranks - 1) // ranks
+        copied = -(-numel // ranks) * _FLOAT32 if offloads and self._partitioned else 0
+        self._recorder.transfers(sent_bytes=sent if self._partitioned else 2 * sent, copied_bytes=copied)
+        if overflows:
             # Some weight's gradient fills the bucket; which one depends on the layers that are not traced.
-            self._scatter(self._bucket_size, self._recorder.layer)
+            self._scatter(gradients.bucket_numel, self._recorder.layer)
         weight.grad = None
 
-    def _scatter(self, numbers: int, layer: int | None = None) -> None:
+    def _scatter(self, numel: int, layer: int | None = None) -> None:
         """Reduce what is in the bucket, in a copy (`_flatten_dense_tensors`, `reduce_scatter_coalesced`).
 
-        At stages 1 and 2 a rank alone has the bucket's own numbers in order. gloo scatters from a copy of its own.
+        At stages 1 and 2 a rank alone has the bucket's own elements in order. gloo scatters from a copy of its own.
         """
-        if self._ranks > 1 or self._cuts_weights:
-            copy = self._make(numbers, "workspace", layer=layer)
-            if self._cuts_weights and not self._on_gpu:
-                self._make(numbers, "workspace", layer=layer)
+        if self._traced.ranks > 1 or self._partitioned:
+            copy = self._buffers.make(numel, "workspace", layer=layer)
+            if self._partitioned and not self._traced.on_gpu:
+                self._buffers.make(numel, "workspace", layer=layer)
             del copy
 
     def _gather_reduced(self) -> None:
         """`copy_grads_in_partition`: the gradients of all weights that are at least partly this rank's."""
-        self._reduced = self._make(sum(one.held for one in self._partitions), "gradients")
+        self._gradients.reduced = self._buffers.make(sum(one.held for one in self._partitions), "gradients")
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass and its end, `independent_gradient_partition_epilogue`."""
+        gradients = self._gradients
         loss.backward()
         self._recorder.layer = None
-        if self._stage == 1:
-            for weight in self._trained_weights():
-                self._recorder.layer = self._layer_of(weight)
+        if self._stage == STAGES["optimizer"]:
+            for weight in self._weights:
+                self._recorder.layer = self._traced.layer_of(weight)
                 weight.grad = None
             self._recorder.layer = None
-        if self._trained_numbers <= self._bucket_size:
-            self._scatter(self._bucket_size)
-        largest = max(max(one.parts) for one in self._partitions)
-        if self._offloads:
-            self._norm(largest)
-        elif not self._cuts_weights:
-            if self._accumulated:
+        if self._trained_numel <= gradients.bucket_numel:
+            self._scatter(gradients.bucket_numel)
+        if self._buffers.offloads:
+            self._norm()
+        elif not self._partitioned:
+            if gradients.accumulated:
                 # Added to the accumulated gradients afterwards.
-                self._make(sum(one.held for one in self._partitions), "workspace")
-            elif self._reduced is None:
+                self._buffers.make(sum(one.held for one in self._partitions), "workspace")
+            elif gradients.reduced is None:
                 self._gather_reduced()
-        if not self._cuts_weights:
-            self._bucket = None
-        while self._in_backward:  # inputs that need no gradient (`release_backward_leftovers`)
-            module = next(reversed(self._in_backward))
-            self._release(module, self._weights_of[module], forward=False)
+        if self._partitioned:
+            self._partitioned.release_leftovers()
+        else:
+            gradients.bucket = None
 
-    def _norm(self, numbers: int) -> None:
-        """One weight's gradient in float64 (`get_norm_dtype`)."""
-        self._make(numbers, "workspace", torch.float64)
+    def _norm(self) -> None:
+        """The largest part's gradient in float64 (`get_norm_dtype`)."""
+        self._buffers.make(max(max(one.parts) for one in self._partitions), "workspace", torch.float64)
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
@@ -271,84 +294,122 @@ class FakeZero(TracedEngine):
 
     def clip(self, max_norm: float) -> Any:
         """Clip and update (`step` of both optimizers)."""
+        offloads = self._buffers.offloads
         self._recorder.layer = None
-        if not self._offloads:
-            self._norm(max(max(one.parts) for one in self._partitions))
-        for one, flat, group in zip(self._partitions, self._flats, self._group_of, strict=True):
-            if not self._offloads:
-                flat.grad = self._make(one.size, "gradients")  # the parts in a row
+        if not offloads:
+            self._norm()
+        for one in self._partitions:
+            flat = one.flat
+            if not offloads:
+                flat.grad = self._buffers.make(one.numel, "gradients")  # the parts in a row
             if one is self._partitions[-1]:
-                self._reduced = None
+                self._gradients.reduced = None
             assert flat.grad is not None
-            self._updates.param_groups = [{**group, "params": [flat]}]
-            with self._as("optimizer_states", True, None), torch.no_grad():
+            self._updates.param_groups = [{**one.group, "params": [flat]}]
+            with self._buffers.of("optimizer_states", host=True, layer=None), torch.no_grad():
                 flat.grad.mul_(1.0)  # clipping
                 self._updates.step()
-            if not self._offloads:
+            if not offloads:
                 flat.grad = None
-            for value in self._updates.state[flat].values():
-                self._recorder.mark(value, "optimizer_states", managed=self._on_gpu and self._offloads)
+            self._buffers.mark_states(self._updates.state[flat].values())
         self._swap()
-        self._accumulated = False
+        self._gradients.accumulated = False
         self._send_weights()
 
     def _swap(self) -> None:
         """Omit states that are on the disk: only the buffers they pass through take memory."""
-        for flat, on_disk in zip(self._flats, self._on_disk, strict=True):
-            if on_disk:
-                for value in (flat, flat.grad, *self._updates.state[flat].values()):
-                    self._recorder.omit(value)
+        for one in self._swapped:
+            for value in (one.flat, one.flat.grad, *self._updates.state[one.flat].values()):
+                self._recorder.omit(value)
 
     def _send_weights(self) -> None:
-        own = self._size * _FLOAT32
-        swapped = (
-            sum(one.size for one, on_disk in zip(self._partitions, self._on_disk, strict=True) if on_disk) * _FLOAT32
-        )
-        sent = (self._ranks - 1) * own
-        if self._cuts_weights:
-            for weight, part in self._parts.items():
-                if part.persists:  # gathered once they are updated
-                    self._recorder.layer = self._layer_of(weight)
-                    whole_bytes = part.numbers * weight.element_size()
-                    self._recorder.transfers(sent_bytes=(self._ranks - 1) * whole_bytes // self._ranks)
-            self._recorder.layer = None
+        own_bytes = self._numel * _FLOAT32
+        sent = (self._traced.ranks - 1) * own_bytes
+        if self._partitioned:
+            self._partitioned.send_updated()
         else:
             # Stage 1 also sends the gradients once a step.
-            copied = 2 * own if self._offloads else 0
-            self._recorder.transfers(sent_bytes=3 * sent if self._stage == 1 else sent, copied_bytes=copied)
+            copied = 2 * own_bytes if self._buffers.offloads else 0
+            sent *= 3 if self._stage == STAGES["optimizer"] else 1
+            self._recorder.transfers(sent_bytes=sent, copied_bytes=copied)
         states = max(sum(value.dim() > 0 for value in state.values()) for state in self._updates.state.values())
         # Weights and gradients in addition to the states.
-        self._recorder.transfers(swapped_bytes=(2 + states) * swapped)
+        swapped_bytes = sum(one.numel for one in self._swapped) * _FLOAT32
+        self._recorder.transfers(swapped_bytes=(2 + states) * swapped_bytes)
 
-    # -- weights in parts (stage 3) ------------------------------------------------------------------------------------
 
-    def _partition(self) -> None:
+@dataclass
+class _Gradients:
+    """The buffers of gradients. `reduced` are those of the weights that are partly this rank's; `accumulated` says that
+    they are of earlier micro-batches. `kept` only lives as long as the engine.
+    """
+
+    bucket_numel: int
+    bucket: Tensor | None = None
+    reduced: Tensor | None = None
+    accumulated: bool = False
+    kept: list[Tensor] = field(default_factory=list)
+
+
+# -- weights in parts (stage 3) ----------------------------------------------------------------------------------------
+
+
+class PartitionedWeights:
+    """The weights of a model of which each rank keeps a part, gathered while a module computes."""
+
+    def __init__(self, traced: Traced, buffers: Buffers) -> None:
+        self._traced, self._recorder, self._buffers = traced, traced.recorder, buffers
+        self._parts: dict[Tensor, _Part] = {}
+        self._nothing: dict[torch.dtype, Tensor] = {}
+        self._weights_of: dict[nn.Module, list[Tensor]] = {}
+        self._in_backward: dict[nn.Module, list[Tensor]] = {}
+        """Modules whose backward pass has begun, each with frozen weights that were gathered to recompute for it."""
+
+    def partition(self, trained: Sequence[Tensor], own_numel: int) -> None:
         """`Init` and the hooks of parameter_offload.py, `_register_deepspeed_module`."""
-        head = self._base.get_output_embeddings().weight  # the loss reads it without calling the head
-        for weight in self.model.parameters():
+        make, ranks, layer_of = self._buffers.make, self._traced.ranks, self._traced.layer_of
+        model, base = self._traced.model, self._traced.base
+        head = base.get_output_embeddings().weight  # the loss reads it without calling the head
+        for weight in model.parameters():
             persists = weight.numel() <= PERSISTENT
             category = "adapter" if weight.requires_grad else "base_weights"
-            layer = self._recorder.layer = self._layer_of(weight)
-            own = self._make(-(-weight.numel() // self._ranks), category, weight.dtype, host=not persists, layer=layer)
+            layer = self._recorder.layer = layer_of(weight)
+            own = make(-(-weight.numel() // ranks), category, weight.dtype, host=not persists, layer=layer)
             self._parts[weight] = _Part(own, weight.shape, weight.numel(), persists)
             self._free(weight)
         self._recorder.layer = None
         # The trained ones' in a row (stage3.py, `_create_fp16_partitions_with_defragmentation`).
-        flat = self._make(self._size, "adapter", host=True)
+        flat = make(own_numel, "adapter", host=True)
         start = 0
-        for weight in self._trained_weights():
-            numbers = self._parts[weight].own.numel()
-            self._recorder.layer = self._layer_of(weight)
-            self._parts[weight].own = flat[start : start + numbers]
-            start += numbers
+        for weight in trained:
+            numel = self._parts[weight].own.numel()
+            self._recorder.layer = layer_of(weight)
+            self._parts[weight].own = flat[start : start + numel]
+            start += numel
         for weight, part in self._parts.items():
             if part.persists:  # gathered except during the update, which takes less memory than a pass
-                self._recorder.layer = self._layer_of(weight)
+                self._recorder.layer = layer_of(weight)
                 self._gather([weight])
         self._recorder.layer = None
-        for module in self.model.modules():
+        for module in model.modules():
             weights = list(module.parameters(recurse=False))
-            self._watch(module, [*weights, head] if module is self._base else weights)
+            self._watch(module, [*weights, head] if module is base else weights)
+
+    def send_updated(self) -> None:
+        """Gather the weights that persist, once they are updated."""
+        ranks = self._traced.ranks
+        for weight, part in self._parts.items():
+            if part.persists:
+                self._recorder.layer = self._traced.layer_of(weight)
+                whole_bytes = part.numel * weight.element_size()
+                self._recorder.transfers(sent_bytes=(ranks - 1) * whole_bytes // ranks)
+        self._recorder.layer = None
+
+    def release_leftovers(self) -> None:
+        """Release modules whose inputs need no gradient (`release_backward_leftovers`)."""
+        while self._in_backward:
+            module = next(reversed(self._in_backward))
+            self._release(module, self._weights_of[module], forward=False)
 
     def _watch(self, module: nn.Module, weights: list[Tensor]) -> None:
         self._weights_of[module] = weights
@@ -414,22 +475,22 @@ class FakeZero(TracedEngine):
 
     def _gather(self, weights: Sequence[Tensor]) -> None:
         """partition_parameters.py, `all_gather_coalesced`: a single weight in place, several in one buffer first."""
-        recorder = self._recorder
+        recorder, make, ranks = self._recorder, self._buffers.make, self._traced.ranks
         several = []
         for weight in weights:
             part = self._parts[weight]
-            own_bytes = part.numbers * weight.element_size() // self._ranks
-            crosses = self._offloads and not part.persists
-            if self._ranks == 1 and not (crosses and self._on_gpu):
-                weight.data = part.own[: part.numbers].view(part.shape)
+            own_bytes = part.numel * weight.element_size() // ranks
+            crosses = self._buffers.offloads and not part.persists
+            if ranks == 1 and not (crosses and self._traced.on_gpu):
+                weight.data = part.own[: part.numel].view(part.shape)
             else:
-                padded = -(-part.numbers // self._ranks) * self._ranks
-                if len(weights) > 1 and self._ranks > 1:
-                    several.append(self._make(padded, "workspace", weight.dtype, layer=recorder.layer))
-                whole = self._make(padded, "workspace", weight.dtype, layer=recorder.layer)
-                weight.data = whole[: part.numbers].view(part.shape)
+                padded = -(-part.numel // ranks) * ranks
+                if len(weights) > 1 and ranks > 1:
+                    several.append(make(padded, "workspace", weight.dtype, layer=recorder.layer))
+                whole = make(padded, "workspace", weight.dtype, layer=recorder.layer)
+                weight.data = whole[: part.numel].view(part.shape)
             part.is_whole = True
-            recorder.transfers(sent_bytes=(self._ranks - 1) * own_bytes, copied_bytes=own_bytes if crosses else 0)
+            recorder.transfers(sent_bytes=(ranks - 1) * own_bytes, copied_bytes=own_bytes if crosses else 0)
 
     def _free(self, weight: Tensor) -> None:
         """`free_param`."""
@@ -443,7 +504,7 @@ class _Part:
 
     own: Tensor
     shape: torch.Size
-    numbers: int
+    numel: int
     persists: bool
     is_whole: bool = True
     used_by: set[nn.Module] = field(default_factory=set)
