@@ -83,7 +83,11 @@ def _versions() -> Iterator[Finding]:
 
 
 def _cards() -> Iterator[Finding]:
-    yield Finding("CUDA", "ok", f"torch is built for {torch.version.cuda}{_driver()}")
+    version = None  # of the driver, for which torch has no function
+    if driver.VERSION_FILE.is_file():
+        version = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", driver.VERSION_FILE.read_text())
+    of_driver = f", driver {version[1]}" if version else ""
+    yield Finding("CUDA", "ok", f"torch is built for {torch.version.cuda}{of_driver}")
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         with torch.cuda.device(index):
@@ -95,16 +99,6 @@ def _cards() -> Iterator[Finding]:
         crowded = free < total / 2
         remedy = "other processes use more than half of it: stop them, or set `memory.budget`" if crowded else ""
         yield Finding(f"GPU {index}", "warning" if crowded else "ok", state, remedy)
-
-
-def _driver() -> str:
-    """The driver's version, for which torch has no function, if its file exists."""
-    match = (
-        re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", driver.VERSION_FILE.read_text())
-        if driver.VERSION_FILE.is_file()
-        else None
-    )
-    return f", driver {match[1]}" if match else ""
 
 
 def _no_card() -> Iterator[Finding]:

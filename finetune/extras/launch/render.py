@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.choices import load_config
-from finetune.config import Config, ModelSection
 from finetune.config.field_types import pick
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.extras.launch.targets import TARGETS, Target
@@ -45,14 +44,29 @@ def write(
         able = " or ".join(name for name, each in TARGETS.items() if each.array)
         raise ConfigError(f"--on {on} cannot start a sweep; use {able}, or train its members one by one")
     if not members:
-        _check_ranks(job, nodes, gpus)
+        try:
+            check_shares(job.training, job.distributed, nodes * gpus)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (--nodes {nodes} --gpus-per-node {gpus})") from None
+        if job.distributed.context > 1:
+            # A model that this machine does not have passes: the cluster may have it on a disk of its own.
+            with contextlib.suppress(ArtifactError, MachineError):
+                context.check(load_architecture(job.model, listed=True), job.distributed.context)
     run = Path(job.output.dir or f"runs/{config.stem}")
     file = output or Path(f"{config.stem}{target.suffix}")
     if file.resolve() == config.resolve():
         raise ConfigError(f"--output: {file} is the config itself; give another name")
     if target.copied:
-        config = _in_working_directory(config)
-    _refuse_unprintable(config, file, Path.cwd(), run, *overrides, *swept, *filter(None, (gpu, image, volume)))
+        here, path = Path.cwd().resolve(), config.resolve()
+        if not path.is_relative_to(here):
+            raise ConfigError(
+                f"{config}: not in this directory, of which alone the nodes have a copy; put the config and its data "
+                "here"
+            )
+        config = path.relative_to(here)
+    for word in map(str, (config, file, Path.cwd(), run, *overrides, *swept, *filter(None, (gpu, image, volume)))):
+        if not word.isprintable():  # a line break would end a comment of the file, and let the rest be run
+            raise ConfigError(f"{word!r} has a character that cannot be printed, which these files cannot hold; rename")
     text = _render(
         target.template,
         name=("finetune-" + re.sub("[^a-z0-9]+", "-", run.name.lower())[:40].strip("-")).strip("-"),
@@ -73,42 +87,6 @@ def write(
     )
     write_text(file, text)
     return file, target.submit.format(file=shlex.quote(str(file)))
-
-
-def _check_ranks(job: Config, nodes: int, gpus: int) -> None:
-    try:
-        check_shares(job.training, job.distributed, nodes * gpus)
-    except ConfigError as error:
-        raise ConfigError(f"{error} (--nodes {nodes} --gpus-per-node {gpus})") from None
-    _check_heads(job.model, job.distributed.context)
-
-
-def _check_heads(model: ModelSection, size: int) -> None:
-    """Raise ConfigError for a model whose rows cannot be split over `size` ranks (`distributed.context`).
-
-    A model that this machine does not have passes: the cluster may have it on a disk of its own.
-    """
-    if size == 1:
-        return
-    with contextlib.suppress(ArtifactError, MachineError):
-        context.check(load_architecture(model, listed=True), size)
-
-
-def _in_working_directory(config: Path) -> Path:
-    """The config's path in the working directory."""
-    here, path = Path.cwd().resolve(), config.resolve()
-    if not path.is_relative_to(here):
-        raise ConfigError(
-            f"{config}: not in this directory, of which alone the nodes have a copy; put the config and its data here"
-        )
-    return path.relative_to(here)
-
-
-def _refuse_unprintable(*words: object) -> None:
-    """Raise ConfigError for a line break, which would end a comment of the file and let the rest be run."""
-    for word in map(str, words):
-        if not word.isprintable():
-            raise ConfigError(f"{word!r} has a character that cannot be printed, which these files cannot hold; rename")
 
 
 def _train(target: Target, gpus: int, config: Path, overrides: Sequence[str]) -> str:

@@ -60,16 +60,15 @@ def differences(scores: SettingScores, other: str) -> dict[str, dict[str, float 
     names = (other, *(name for name in scores if name != other))
     rows = {name: scores[name].sum(axis=0) if are_enough(scores[name]) else None for name in names}
     figures = compared({name: Measured(loss(scores[name]), rows[name]) for name in names})
-    return {name: _with_seeds(figures[name]["difference"], scores[name], scores[other]) for name in names[1:]}
-
-
-def _with_seeds(difference: dict[str, float | None], score: np.ndarray, other: np.ndarray) -> dict[str, float | None]:
-    value, low, high = (difference[name] for name in ("value", "low", "high"))
-    if len(score) < 2 or value is None or low is None or high is None:
-        return difference
-    of_seeds = half_width([loss(one) - loss(another) for one, another in zip(score, other, strict=True)])
-    below, above = (math.hypot(bound - value, of_seeds) for bound in (low, high))
-    return {"value": value, "low": value - below, "high": value + above}
+    results = {name: figures[name]["difference"] for name in names[1:]}
+    for name, difference in results.items():
+        value, low, high = (difference[bound] for bound in ("value", "low", "high"))
+        if len(scores[name]) < 2 or value is None or low is None or high is None:
+            continue
+        by_seed = [loss(one) - loss(another) for one, another in zip(scores[name], scores[other], strict=True)]
+        below, above = (math.hypot(bound - value, half_width(by_seed)) for bound in (low, high))
+        results[name] = {"value": value, "low": value - below, "high": value + above}
+    return results
 
 
 def stopped(scores: SettingScores) -> dict[str, str]:

@@ -290,8 +290,9 @@ class _Sweep:
         """
         run, training = _run_of(member), member.config.training
         saved = resume.find(run).checkpoint if run.exists else None
-        if saved:
-            self._refuse_other_job(member.config, run, saved)
+        if saved:  # raise as training does for other settings or rows, also where nothing is left to train
+            config = resolve(member.config, earlier=run, until="machine").config
+            provenance.changes_since(run, saved, {"config": config.model_dump(mode="json"), "data": self._rows})
         progress = read_progress(saved) if saved else Progress()
         before = progress.step - 1, progress.epoch * (1 - 1 / max(1, progress.step))
         if share < 1 and _share(training, *before) >= share:
@@ -309,25 +310,18 @@ class _Sweep:
         assert weights, "a paused run has a checkpoint"
         return self._losses(run.config(), weights)
 
-    def _refuse_other_job(self, config: Config, run: RunDirectory, saved: Path) -> None:
-        """Raise as training does for a checkpoint of other settings or rows, also where nothing is left to train."""
-        config = resolve(config, earlier=run, until="machine").config
-        provenance.changes_since(run, saved, {"config": config.model_dump(mode="json"), "data": self._rows})
-
     def _losses(self, config: Config, weights: Path) -> np.ndarray:
         """(sum, trained tokens) of each evaluation row, in the same order for all members."""
         architecture, device = load_architecture(config.model), this_device()
         attention, _ = build.choose_attention(config, architecture, device.type)
         base = self.resident.load(build.blueprint(config, architecture, attention), device)
         model = adapter_files.load_adapter(base, weights, config.adapter)
-        _, by_row = held_out_loss(model, self._tokenizer, self._data.eval, self._in_order(config))
-        return by_row.numpy()
-
-    def _in_order(self, config: Config) -> Config:
-        """`config`, with evaluation rows in an order that does not depend on the member, nor on what fits it."""
+        # The order of the rows must not depend on the member, nor on what fits it.
         first = self.members[0].config.training
         same = {"training.batch_size": first.batch_size, "training.micro_batch_tokens": first.micro_batch_tokens}
-        return config.changed({**same, "training.micro_batch": 1} if config.data.packing else same)
+        in_order = config.changed({**same, "training.micro_batch": 1} if config.data.packing else same)
+        _, by_row = held_out_loss(model, self._tokenizer, self._data.eval, in_order)
+        return by_row.numpy()
 
     def _table(self, unfinished: str = "") -> SweepTable:
         """The settings as they stand, the best first: by how far they were compared, then by their losses.
