@@ -27,12 +27,11 @@ from finetune.data.media import TEXT_ALONE, Media, Shown
 from finetune.data.prepare import Question
 from finetune.errors import ConfigError, DataError, NumbersError
 from finetune.evaluation.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
-from finetune.evaluation.metrics import Metric, find
+from finetune.evaluation.metrics import SOURCES, Metric, Source, find
 from finetune.evaluation.model_results import ModelResults
 from finetune.evaluation.pair_scores import ComparedPairs
 from finetune.evaluation.run_models import EARLIER_ADAPTER, MODELS, model_of
 from finetune.evaluation.sequence_scores import ScoredRows
-from finetune.evaluation.tasks import Tasks
 from finetune.export.export_formats import FORMATS
 from finetune.generation import answering
 from finetune.generation.settings import Settings
@@ -95,7 +94,7 @@ def evaluate(
     if metrics:
         job.ask(tokenizer, limit)
     if tasks:
-        job.tasks = Tasks(tasks, batch_size=batch_size, limit=limit, apply_chat_template=apply_chat_template)
+        job.tasks = SOURCES["tasks"](tasks, batch_size=batch_size, limit=limit, apply_chat_template=apply_chat_template)
     terminal = terminal or Terminal(quiet=True)  # a notebook shows what is returned
 
     def measure(name: str, model: Any, tokenizer: Any) -> ModelResults:
@@ -180,7 +179,7 @@ class _EvaluationJob:
     with_loss: bool
     media: Media = TEXT_ALONE
     questions: list[Question] = field(default_factory=list)
-    tasks: Tasks | None = None
+    tasks: Source | None = None
     scored: ScoredRows | None = None
     compared: ComparedPairs | None = None
     too_long: int = 0

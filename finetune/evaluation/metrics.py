@@ -14,14 +14,17 @@ import re
 import string
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune.config.field_types import unknown
 from finetune.data.strict_json import Decoder, JsonError
 from finetune.errors import ConfigError, DataError, MachineError, first_line
+
+if TYPE_CHECKING:
+    from finetune.evaluation.intervals import Measured
 
 ScoringRule = Callable[[str, str, dict[str, Any]], float]
 """A score, usually from 0 to 1, of (answer, reference, row): text without special tokens, and the fields of the row."""
@@ -51,6 +54,25 @@ class Metric:
         if not math.isfinite(number):
             raise DataError(f"{location}: the metric `{self.name}` returned {value!r}; it must return a finite number")
         return number
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a source of metrics computes: a name for people, and whether more is better (None: not known)."""
+
+    name: str
+    higher_is_better: bool | None
+    measured: Measured
+
+
+class Source(Protocol):
+    """Scores a model by metrics of its own."""
+
+    def run(self, model: Any, tokenizer: Any) -> Iterator[Scored]: ...
+
+
+SOURCES: dict[str, Callable[..., Source]] = {}
+"""Sources of more metrics, which extras add, by the argument of `evaluate` that asks for them."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from finetune.extras import zero
+from finetune.extras import lm_eval, zero
 
 
 def register() -> None:
     """Add the extras to the tables; what they need is imported when a job asks for it."""
+    lm_eval.register()
     zero.register()

@@ -24,7 +24,7 @@ from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.evaluation import run_models
 from finetune.evaluation.evaluate import _EvaluationJob
 from finetune.evaluation.model_results import ModelResults
-from finetune.evaluation.tasks import Tasks
+from finetune.extras.lm_eval.tasks import Tasks
 from finetune.generation.settings import Settings
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.scores import Scores

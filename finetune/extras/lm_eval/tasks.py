@@ -10,7 +10,6 @@ import difflib
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 from finetune.errors import ConfigError, DataError, MachineError, first_line
 from finetune.evaluation.intervals import Measured
-from finetune.evaluation.metrics import needed
+from finetune.evaluation.metrics import Scored, needed
 from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.runtime.libraries import without_cudnn_attention
 
@@ -27,15 +26,6 @@ from finetune.runtime.libraries import without_cudnn_attention
 _RESAMPLES = 1000
 # Of numpy, torch and few-shot examples (lm_eval 0.4.13, evaluator.py `DEFAULT_OTHER_SEED`).
 _SEED = 1234
-
-
-@dataclass(frozen=True)
-class Scored:
-    """One metric of a task: its name for people, and whether more of it is better (None: not known)."""
-
-    name: str
-    higher_is_better: bool | None
-    measured: Measured
 
 
 class Tasks:
