@@ -116,7 +116,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
         },
         ["storage/test_checkpoint.py", "storage/test_rundir.py", "storage/test_records.py",
          "faults/test_checkpoints.py", "security/test_damaged_checkpoints.py",
-         "test_doctor.py"],
+         "extras/doctor/test_doctor.py"],
     ),
 }  # fmt: skip
 """By area: the functions of each module, and the test files, the fastest first."""
