@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO: ranks share optimizer states, gradients and weights as shards of one flat buffer.
 
-A shard begins and ends within weights, so only an optimizer that updates each number by itself can train it. DeepSpeed
+A shard begins and ends within weights, so only an optimizer that updates each element by itself can train it. DeepSpeed
 is optional, and imported here alone.
 """
 
@@ -37,9 +37,9 @@ STAGES = {"optimizer": 1, "gradients": 2, "weights": 3}
 _STEP = "step"  # the one state that all weights share
 
 BUCKET = 2**27
-"""Numbers that are reduced at once, of 4 bytes each."""
+"""Elements that are reduced at once, of 4 bytes each."""
 PERSISTENT = 100_000
-"""Weights of no more numbers are kept whole between the updates, and gathered after each (DeepSpeed's own default)."""
+"""Weights of no more elements are kept whole between the updates, and gathered after each (DeepSpeed's own default)."""
 
 
 class Rates(torch.optim.Optimizer):
@@ -349,7 +349,7 @@ class Disk:
     """A directory of this rank below `distributed.nvme_path`, locked while its process lives.
 
     Those of killed processes are removed. Raises MachineError if there is no room for what this machine's
-    ranks keep of `trained` numbers: a copy, two states and the gradient of each, in float32.
+    ranks keep of `trained` elements: a copy, two states and the gradient of each, in float32.
     """
 
     def __init__(self, path: str, trained: int) -> None:
@@ -395,7 +395,7 @@ def shape_of(weight: Tensor) -> torch.Size:
     return shape
 
 
-def partition_of(whole: Tensor, numbers: int) -> Tensor:
-    """This rank's shard (`numbers`) of a partitioned tensor; after the end of `whole` there are zeros."""
-    padded = nn.functional.pad(whole.flatten(), (0, numbers * ranks.world_size() - whole.numel()))
-    return padded.narrow(0, numbers * ranks.rank(), numbers)
+def partition_of(whole: Tensor, numel: int) -> Tensor:
+    """This rank's shard (numel,) of a partitioned tensor; after the end of `whole` there are zeros."""
+    padded = nn.functional.pad(whole.flatten(), (0, numel * ranks.world_size() - whole.numel()))
+    return padded.narrow(0, numel * ranks.rank(), numel)
