@@ -167,12 +167,13 @@ def compare(
         same_tokens = sum(
             server.tokens(text) == job.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
         )
-        example = job.example
-        if isinstance(example, Chat):
-            prompt = str(server.post("/apply-template", messages=example.messages)["prompt"])
-        else:
-            prompt = str(example.prompt if hasattr(example, "prompt") else example.text)
-        same_prompt = not job.prompt or server.tokens(prompt, opening=True) == job.prompt
+        same_prompt = True
+        if job.prompt:  # empty if the chat template cannot render it
+            if isinstance(job.example, Chat):
+                prompt = str(server.post("/apply-template", messages=job.example.messages)["prompt"])
+            else:
+                prompt = str(job.example.prompt if hasattr(job.example, "prompt") else job.example.text)
+            same_prompt = server.tokens(prompt, opening=True) == job.prompt
         less_likely = []  # by how many nats its next token is less likely than ours
         for row, length in prompts:
             logits = expected[row][length - 1]
