@@ -181,17 +181,17 @@ class _Project(torch.autograd.Function):
 
 def values(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
     """The outputs (..., O) of `layers` for x (..., H), and U (n, R); without a graph, and kept for a recomputation."""
+
+    def compute() -> tuple[tuple[Tensor, ...], Tensor]:
+        outputs, low = products(rows(x) if wide is None else wide, layers)
+        # U may lie in the block of X, which must not stay with it.
+        return outputs, low.contiguous() if keeping.keeps_products() else low
+
     with without_autocast(x):
         wide = take_room(x)
-        wide = rows(x) if wide is None else wide
-        outputs, low = keeping.kept(lambda: _by_themselves(*products(wide, layers)))
+        outputs, low = keeping.kept(compute)
     # Tensors of their own and not views: work in place on one must not count as a change of the others.
     return tuple(output.view(*x.shape[:-1], -1).data for output in outputs), low.data
-
-
-def _by_themselves(outputs: tuple[Tensor, ...], low: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """`outputs` and U, which may lie in the block of X: U is copied if it is kept, so as not to keep that block."""
-    return outputs, low.contiguous() if keeping.keeps_products() else low
 
 
 def without_autocast(x: Tensor) -> torch.autocast:

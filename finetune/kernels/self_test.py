@@ -89,15 +89,11 @@ def _inputs(model: Any, attached: Attached) -> dict[nn.Module, tuple[str, _CallI
                     return plain(*args, **kwargs)
 
             stack.enter_context(patches.MODULE_FORWARD.by(forward, module))
-        probes.logits(model, **_two_rows(model))
+        ids = torch.cat(probes.rows(len(_LENGTHS), max(_LENGTHS), model))
+        # The shorter row is padded as in a batch.
+        mask = torch.arange(max(_LENGTHS), device=ids.device) < torch.tensor(_LENGTHS, device=ids.device)[:, None]
+        probes.logits(model, input_ids=ids, attention_mask=mask.long())
     return inputs
-
-
-def _two_rows(model: Any) -> dict[str, Tensor]:
-    """Inputs of the model: rows of `_LENGTHS`, the shorter one padded as in a batch."""
-    ids = torch.cat(probes.rows(len(_LENGTHS), max(_LENGTHS), model))
-    mask = torch.arange(max(_LENGTHS), device=ids.device) < torch.tensor(_LENGTHS, device=ids.device)[:, None]
-    return {"input_ids": ids, "attention_mask": mask.long()}
 
 
 @contextlib.contextmanager

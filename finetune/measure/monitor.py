@@ -60,14 +60,11 @@ class HostMeter:
     def __init__(self, proc: Path = Path("/proc/self")) -> None:
         self._status = proc / "status"
         self._clear = proc / "clear_refs"
-        self.resets = self._can_reset()
-
-    def _can_reset(self) -> bool:
         try:
             self.reset_peak()
+            self.resets = self._status.is_file()
         except OSError:
-            return False
-        return self._status.is_file()
+            self.resets = False
 
     def reset_peak(self) -> None:
         # "5" sets the peak resident size back to the current one (proc(5), clear_refs).

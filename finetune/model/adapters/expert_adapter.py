@@ -87,19 +87,13 @@ class ParamWrapper(peft_layer.ParamWrapper):
             hook.remove()
             vars(module).pop(self.parameter_name, None)
 
-    def _by_expert(self, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A (E, r, in) and B (E, r, out)."""
-        each = up.reshape(up.shape[0], -1, self.num_experts).permute(2, 1, 0)
-        return down.reshape(self.num_experts, -1, down.shape[1]), each
-
-    def _sides(self, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # PEFT names the sides of a weight by its class, transposed or not, which is not always how the code reads it.
-        return (down, up.mT) if self._did_swap_in_out_features else (up, down.mT)
-
     def _sum(self, weight: torch.Tensor, adapter: str) -> LowRankSum:
         """`weight`, decoded, with the low-rank term of an adapter."""
-        both = self._by_expert(self.lora_A[adapter].weight, self.lora_B[adapter].weight)
-        right, left = self._sides(*(_operand(one, weight.dtype) for one in both))
+        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        down = _operand(a.reshape(self.num_experts, -1, a.shape[1]), weight.dtype)  # (E, r, in)
+        up = _operand(b.reshape(b.shape[0], -1, self.num_experts).permute(2, 1, 0), weight.dtype)  # (E, r, out)
+        # PEFT names the sides of a weight by its class, transposed or not, which is not always how the code reads it.
+        right, left = (down, up.mT) if self._did_swap_in_out_features else (up, down.mT)
         dropout = self._dropout if self.training else 0.0
         return LowRankSum(weight, left, right, self.scaling[adapter], dropout)
 

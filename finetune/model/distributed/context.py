@@ -82,10 +82,13 @@ def split(model: Any, group: ProcessGroup | None) -> Iterator[None]:
             return plain(*args, **batch)
         mask = _of_whole_rows(make_mask, batch.get("attention_mask"), group.size())
         find, places = masking_utils.find_packed_sequence_indices, batch["position_ids"]
+        # A mixture's load-balancing loss is computed over the tokens of all slices.
+        balances = getattr(base.config.get_text_config(), "output_router_logits", False)
+        balanced = patches.BALANCING_LOSS.by(functools.partial(_balancing_loss, group))
         with (
             patches.ATTENTION_TABLE.in_table(ALL_MASK_ATTENTION_FUNCTIONS, name, mask),
             patches.PACKED_INDICES.by(lambda _: find(places)),
-            _balanced(base, group),
+            balanced if balances else contextlib.nullcontext(),
         ):
             return plain(*args, fused_lm_head=True, row_group=group, **_mine(batch, group))
 
@@ -119,13 +122,6 @@ def _of_whole_rows(make: Callable[..., Any], padding: Tensor | None, size: int) 
     return mask
 
 
-def _balanced(model: Any, group: ProcessGroup) -> contextlib.AbstractContextManager[Any]:
-    """A context in which a mixture's load-balancing loss is computed over the tokens of all slices."""
-    if not getattr(model.config.get_text_config(), "output_router_logits", False):
-        return contextlib.nullcontext()
-    return patches.BALANCING_LOSS.by(functools.partial(_balancing_loss, group))
-
-
 def _balancing_loss(
     group: ProcessGroup, router_logits: tuple[Tensor, ...], experts: int, chosen: int, mask: Tensor | None
 ) -> Tensor:
@@ -143,13 +139,10 @@ def _balancing_loss(
         routed = routed.scatter_add(0, taken, weights.repeat_interleave(chosen))
         likely = likely + (probabilities.float() * weights[:, None]).sum(0)
     tokens = weights.sum() * len(router_logits)
-    sums = _over_slices(torch.cat([routed, likely, tokens[None]]), group)
+    # Summed over the group; gradients of all ranks' sums come back to each.
+    parts = torch.cat([routed, likely, tokens[None]]).expand(group.size(), -1)
+    sums = _Exchange.apply(parts, group).sum(0)
     return (sums[:experts] / sums[-1] * (sums[experts:-1] / sums[-1])).sum() * experts
-
-
-def _over_slices(values: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the group; gradients of all ranks' sums come back to each."""
-    return _Exchange.apply(values.expand(group.size(), -1), group).sum(0)
 
 
 def _exchanging(attend: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -70,20 +70,17 @@ def _restore_bitsandbytes(optimizer: Optimizer8bit, states: Sequence[Mapping[str
             if other := sorted(set(values) ^ set(made)):
                 raise ValueError(f"the states of a weight differ in {len(other)} names such as `{other[0]}`")
             for key, value in values.items():
-                if isinstance(value, Tensor):
-                    _fill(made[key], value, key)
-                elif type(value) is not type(made[key]):
-                    raise ValueError(f"{key} is {type(value).__name__} instead of {type(made[key]).__name__}")
-                else:
+                into = made[key]
+                if not isinstance(value, Tensor):
+                    if type(value) is not type(into):
+                        raise ValueError(f"{key} is {type(value).__name__} instead of {type(into).__name__}")
                     made[key] = value
-
-
-def _fill(into: Tensor, value: Tensor, what: str) -> None:
-    if (value.shape, value.dtype) != (into.shape, into.dtype):
-        raise ValueError(
-            f"{what} is {value.dtype} of {tuple(value.shape)} instead of {into.dtype} of {tuple(into.shape)}"
-        )
-    into.copy_(value)
+                    continue
+                if (value.shape, value.dtype) != (into.shape, into.dtype):
+                    raise ValueError(
+                        f"{key} is {value.dtype} of {tuple(value.shape)} instead of {into.dtype} of {tuple(into.shape)}"
+                    )
+                into.copy_(value)
 
 
 def _restore_torch(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[str, Any]]) -> None:

@@ -174,6 +174,14 @@ def _ends(model: Any) -> tuple[nn.Module | None, list[nn.Module]]:
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embeddings is None or head is None or set(embeddings.parameters()) & set(head.parameters()):
         return None, []
+
+    def check_gathered(*_: object) -> None:
+        if isinstance(head.weight, DTensor):
+            raise ConfigError(
+                f"`distributed.kind: fsdp`: {type(model).__name__} does not use the norm after its layers, with which "
+                "its head is gathered; set `ddp`"
+            )
+
     layers = checkpointing.layers(model)
     for decoder in model.modules():
         parts = list(decoder.children())
@@ -181,17 +189,9 @@ def _ends(model: Any) -> tuple[nn.Module | None, list[nn.Module]]:
         if last is not None:
             norm = next((one for one in parts[last + 1 :] if any(True for _ in one.parameters())), None)
             if norm is not None:
-                decoder.register_forward_hook(lambda *_: _check_gathered(head, model))
+                decoder.register_forward_hook(check_gathered)
             return embeddings, [norm, head] if norm is not None else []
     return embeddings, []
-
-
-def _check_gathered(head: Any, model: Any) -> None:
-    if isinstance(head.weight, DTensor):
-        raise ConfigError(
-            f"`distributed.kind: fsdp`: {type(model).__name__} does not use the norm after its layers, with which its "
-            "head is gathered; set `ddp`"
-        )
 
 
 def _check(model: Any) -> None:
