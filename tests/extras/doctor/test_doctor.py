@@ -96,13 +96,13 @@ def test_a_folder_for_runs_that_cannot_be_written_is_an_error(tmp_path: Path, mo
 def test_the_driver_version_is_read_if_the_system_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "VERSION_FILE", tmp_path / "version")
     built = f"torch is built for {torch.version.cuda}"
-    assert next(machine._cards()).state == built
+    assert next(machine._cards()).what == built
     for version, text in (
         ("535.104.05", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC version: 12.3.0\n"),
         ("550.54.14", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.14  Release Build\n"),
     ):
         driver.VERSION_FILE.write_text(text)
-        assert next(machine._cards()).state == f"{built}, driver {version}"
+        assert next(machine._cards()).what == f"{built}, driver {version}"
 
 
 def test_a_gpu_that_torch_cannot_use_is_an_error_for_the_doctor_and_a_line_of_a_run(
