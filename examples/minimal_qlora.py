@@ -83,7 +83,7 @@ optimizer = torch.optim.AdamW(
     weight_decay=optimization.weight_decay,
     fused=True,
 )
-schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / training.warmup))
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, training.warmup)))
 
 # -- Batches: the rows of a step, cut into micro-batches of similar lengths, each padded to its longest row. -----------
 
