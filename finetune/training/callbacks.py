@@ -123,7 +123,8 @@ class Callbacks:
             pickle.loads(pickle.dumps(shared))  # noqa: S301 -- just made
         except Exception:  # its text, where a process cannot send it to another
             shared = RuntimeError(f"{type(self.error).__name__}: {self.error}")
-        self.error = self.error or ranks.gathered(shared)[0]
+        [of_rank_0, *_] = ranks.gathered(shared)  # by all ranks, also by one that has an error
+        self.error = self.error or of_rank_0
 
     def raise_error(self, saved: str) -> NoReturn:
         """Raise the exception of the callback that failed, with a note on what is `saved`."""
