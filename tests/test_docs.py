@@ -132,7 +132,7 @@ def code() -> Code:
                 found.texts.append("".join(p.value if isinstance(p, ast.Constant) else "…" for p in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.texts.append(node.value)
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "event":
                 if isinstance(node.args[0], ast.Constant):
                     found.events.add(node.args[0].value)
                 found.fields.update(keyword.arg for keyword in node.keywords if keyword.arg)
