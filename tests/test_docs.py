@@ -2,11 +2,13 @@
 
 import ast
 import builtins
+import contextlib
 import dis
 import importlib
 import inspect
 import json
 import re
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,8 +25,9 @@ from typer.main import get_command
 
 import finetune
 from finetune import choices, cli, objectives
-from finetune.data import formats, sources
-from finetune.data.examples import Chat
+from finetune.data import formats, readers, sources
+from finetune.data.examples import Chat, Completion
+from finetune.errors import DataError
 from finetune.forecast import engines
 from finetune.objectives import preference
 from finetune.storage.rundir import RunDirectory
@@ -183,6 +186,8 @@ def test_modules_that_the_pages_name_exist() -> None:
     }
     added = {
         "forms/int5.py",
+        "data/sums.py",
+        "training/counting.py",
         "export/int8_export.py",
         "model/distributed/averaged.py",
         "forecast/fake_averaged.py",
@@ -206,7 +211,10 @@ EXAMPLES = [example for page in (EXTENDING, PAIRS, ENGINES) for example in examp
 
 
 def test_every_addition_has_an_example() -> None:
-    assert len(examples(EXTENDING)) == EXTENDING.count("```diff") == EXTENDING.count("\n## ") == 8
+    assert len(examples(EXTENDING)) == EXTENDING.count("```diff") == 9
+    sections = EXTENDING.split("\n## ")[1:]
+    assert len(sections) == 10
+    assert all("```diff" in section or "```python" in section for section in sections)
     assert [len(examples(page)) for page in (PAIRS, ENGINES)] == [3, 1]
 
 
@@ -267,6 +275,29 @@ def add() -> Iterator[Callable[[str], None]]:
 def _become(table: dict[str, Any], entries: dict[str, Any]) -> None:
     table.clear()
     table.update(entries)
+
+
+def test_the_examples_of_a_source_of_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = "finetune/data/readers.py"
+    _, _, _, entries = applied(file, dict(examples(EXTENDING))[file])
+    monkeypatch.setitem(readers.READERS, ".sqlite", entries[".sqlite"])
+    sums = written(EXTENDING, "finetune/data/sums.py", monkeypatch)
+    *before, files, hub = sources.KINDS
+    monkeypatch.setattr(sources, "KINDS", (*before, sums.Sums(), files, hub))
+
+    with contextlib.closing(sqlite3.connect(tmp_path / "rows.sqlite")) as database, database:
+        database.execute("CREATE TABLE examples (prompt TEXT, completion TEXT)")
+        database.execute("INSERT INTO examples VALUES ('Hi', 'Hello')")
+    [row] = sources.rows(str(tmp_path / "rows.sqlite"))
+    assert (row.location, row.fields) == (f"{tmp_path}/rows.sqlite[1]", {"prompt": "Hi", "completion": "Hello"})
+    (tmp_path / "other.sqlite").write_text("no database")
+    with pytest.raises(DataError, match="not a database"):
+        list(sources.rows(str(tmp_path / "other.sqlite")))
+
+    rows = list(sources.rows("sums:20"))
+    assert (len(rows), rows[0].location) == (20, "sums:20:1")
+    assert rows == list(sources.rows("sums:20"))
+    assert isinstance(formats.read(rows[0].fields, "auto", {})[0], Completion)
 
 
 def closeness(run: RunDirectory) -> list[float]:

@@ -343,7 +343,12 @@ TEXT_READERS: dict[str, Reader] = {
 }
 """By file extension, which an extension of `COMPRESSIONS` may follow."""
 
-READERS: dict[str, Reader] = {**TEXT_READERS, ".xlsx": _xlsx, ".parquet": _parquet, ".arrow": _arrow}
+READERS: dict[str, Reader] = {
+    **TEXT_READERS,
+    ".xlsx": _xlsx,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}
 
 ENDINGS = f"{', '.join(READERS)}, the text files also with {', '.join(COMPRESSIONS)}"
 """For messages."""

@@ -1,10 +1,13 @@
-"""Anything that gives micro-batches can take the place of prepared rows."""
+"""The page on adding a source of steps, applied: what it gives takes the place of prepared rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
 
+import pytest
 from safetensors.torch import load_file
 from steps import stopped_and_resumed
 
@@ -12,32 +15,23 @@ import finetune
 from finetune.storage.rundir import RunDirectory
 from finetune.training import assembly
 from finetune.training import run as training
-from finetune.training.collator import Inputs, MicroBatches
-from finetune.training.largest_batch import LargestStep
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class MadeUp:
-    """Steps of made-up rows, those of a step all as long as its number says."""
-
-    collate: MicroBatches
-    in_epoch: int = 4
-
-    def step(self, number: int) -> list[Inputs]:
-        ids = [[(7 * number + row + at) % 100 for at in range(5 + number % 3)] for row in range(8)]
-        return self.collate([{"input_ids": each, "labels": each} for each in ids])
-
-    def epoch(self, number: int, done: int) -> Iterator[list[Inputs]]:
-        return (self.step(number * self.in_epoch + at) for at in range(done, self.in_epoch))
-
-    def largest(self, most_tokens: int | None = None) -> Iterator[LargestStep]:
-        inputs, *others = self.step(2)
-        yield LargestStep(inputs, 1 + len(others))
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of the page."""
+    [code] = re.findall(r"`finetune/training/counting\.py`:\n\n```python\n(.*?)^```", PAGE, re.M | re.S)
+    module = ModuleType("finetune.training.counting")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where its dataclass looks names up
+    exec(compile(code, module.__name__, "exec"), vars(module))  # noqa: S102 -- our own page
+    return module
 
 
-def test_a_run_trains_on_the_steps_of_another_source_and_resumes_within_them(quick, monkeypatch) -> None:
+def test_a_run_trains_on_the_steps_of_another_source_and_resumes_within_them(quick, counting, monkeypatch) -> None:
     plain = training.train
-    monkeypatch.setattr(training, "train", lambda job: plain(job, MadeUp(assembly.collator(job))))
+    monkeypatch.setattr(training, "train", lambda job: plain(job, counting.Counting(assembly.collator(job))))
     job = ["training.max_steps=null", "training.epochs=1.5", "output.save_every=1"]
     whole = finetune.train(quick(*job, run="whole")).run
     resumed = stopped_and_resumed(quick(*job, run="resumed"), 3, 4)
