@@ -110,7 +110,7 @@ class RunDirectory:
         return section
 
     def config(self) -> Config:
-        """The resolved config this run was started with, for comparison; use `settings.config_of` to act on it."""
+        """The resolved config this run was started with, for comparison; use `choices.config_of` to act on it."""
         return load(self.config_file, trained=True)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:

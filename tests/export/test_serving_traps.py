@@ -131,7 +131,7 @@ def test_a_file_that_decodes_to_other_values_than_trained_is_refused(model: Path
 
 @pytest.mark.parametrize(("base", "kept"), [("q4_0", 0.1), ("iq4_xs", 0.1), ("nvfp4", 0.3), ("fp8", 0.9), ("q8_0", 1)])
 def test_a_form_swallows_updates_of_weights_that_are_in_it_already(base: str, kept: float) -> None:  # traps 1 and 2
-    """What is left, along it, of an update of a tenth of a 4-bit step; see `served._COARSE`."""
+    """What is left, along it, of an update of a tenth of a 4-bit step; see `served._COARSE_BITS`."""
     generator = torch.Generator().manual_seed(0)
     weights = exact(pack(base, torch.randn(128, 256, generator=generator) * 0.05))
     update = torch.randn(128, 4, generator=generator) @ torch.randn(4, 256, generator=generator)

@@ -37,7 +37,7 @@ def adam(weights: Weights) -> torch.optim.Optimizer:
 
 
 def test_the_error_of_a_step_that_cannot_be_repeated_is_not_its_own_cause() -> None:
-    """Whoever follows the causes of an error, as `session.releasing` does, would never arrive."""
+    """Whoever follows the causes of an error, as `start.releasing` does, would never arrive."""
 
     def run_out(parts: list[Any], count: int, number: int, begin: Any) -> None:
         begin(parts[0])
