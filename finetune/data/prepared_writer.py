@@ -247,7 +247,8 @@ class _Reader:
     """Reads the content of rows, each in the format of its source; adds names of ignored fields to `unused`."""
 
     def __init__(self, section: DataSection, tokenizer: Any, unused: list[str]) -> None:
-        self._section, self._tokenizer, self._unused = section, tokenizer, unused
+        self._section = section
+        self._tokenizer, self._unused = tokenizer, unused
         self._formats: dict[str, str] = {}  # by source: that of its first row
 
     def read(self, row: Row) -> Content | DataError | Unusable:
@@ -310,7 +311,8 @@ class _Selection:
     """Drops, cuts or keeps rows in tokens; adds those that it drops or changes to `affected`."""
 
     def __init__(self, section: DataSection, affected: list[Affected]) -> None:
-        self._section, self._affected = section, affected
+        self._section = section
+        self._affected = affected
         self._layout: RowLayout | None = None  # that of the first row
         self._hashes: set[int] = set()
         self._last = "", False  # where the last row came from, and whether it is a duplicate

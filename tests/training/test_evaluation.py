@@ -13,9 +13,9 @@ from steps import ready
 
 from finetune.data.batching import MicroBatching
 from finetune.data.encoded import ANSWER, MISMATCHED, RowLayout
-from finetune.model.distributed.placement import gathers
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES, Objective
+from finetune.training import eval_loss
 from finetune.training.collator import MicroBatches
 from finetune.training.eval_loss import DoesNotFit, EvalLoss, held_out_loss
 from finetune.training.loop import Loop
@@ -26,10 +26,12 @@ def loop(quick) -> Loop:
     return ready(quick("data.eval_share=0.5", "adapter.dropout=0.5", "quantization.kind=none"))
 
 
-def test_an_evaluation_drops_nothing_and_leaves_the_model_as_it_was(loop: Loop) -> None:
+def test_an_evaluation_drops_nothing_and_leaves_the_model_as_it_was(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights that it gathered are released."""
     model, released = loop.step.model, []
-    gathers(model, released.append)
+    monkeypatch.setattr(eval_loss, "release_gathered", released.append)
     loop.evaluation.sums()
     assert released == [model]
     for training in (True, False):
