@@ -133,7 +133,8 @@ def test_a_run_starts_where_another_ended_and_resumes_without_it(quick, tmp_path
     assert [one["start_from"] for one in run.events() if one["event"] == "started"] == [
         {"name": str(first.adapter), "sha256": kept}
     ]
-    assert card._start(run) == {"started from": f"`adapter` (sha256 {kept})"}
+    text = card.model_card(run, run.config(), {"format": "adapter"}, "an adapter")
+    assert f"`adapter` (sha256 {kept})" in text
 
     (first.adapter / "fingerprint.json").write_text(json.dumps({"tokenizer": "0" * 64, "base": None}))
     with refusal(ArtifactError, "trained with another tokenizer"):
