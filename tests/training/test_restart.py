@@ -15,6 +15,7 @@ from messages import refusal, reported
 from safetensors.torch import load_file, save_file
 
 import finetune
+from finetune import recipe
 from finetune.config import Config, KernelsSection, serving
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.export.merging import merged_files
@@ -154,22 +155,18 @@ def test_more_steps_continue_a_finished_run_at_the_rate_of_the_longer_schedule(q
     reported(capsys.readouterr().out, "step 5, not 3", "learning rate")
 
 
-def test_a_base_that_is_replaced_while_it_is_loaded_is_not_trained(
-    quick, shallow_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_that_is_replaced_while_it_is_loaded_is_not_trained(quick, shallow_base: Path, tmp_path: Path) -> None:
     base = Path(shutil.copytree(shallow_base, tmp_path / "base"))
-    load = Blueprint.load
 
     def replaced(*arguments: Any) -> Any:
-        loaded = load(*arguments)
+        loaded = Blueprint.load(*arguments)
         tensors = {name: tensor * 1.1 for name, tensor in load_file(base / "model.safetensors").items()}
         save_file(tensors, tmp_path / "other", {"format": "pt"})
         (tmp_path / "other").rename(base / "model.safetensors")
         return loaded
 
-    monkeypatch.setattr(Blueprint, "load", replaced)
     with refusal(ArtifactError, "base were changed, replaced or removed"):
-        finetune.train(quick(f"model.name={base}"))
+        recipe.train(quick(f"model.name={base}"), load_base=replaced)
 
 
 def test_no_step_is_saved_that_was_trained_on_a_base_that_was_written_to(
