@@ -117,6 +117,7 @@ class Vision(Media):
     """The images of a base: `mark` is what its chat template writes for one, and `image_tokens` are the ids of tokens
     that stand for its features, of which `token` is the text. `token_types` is the model's argument that says which
     tokens are of images. `bounded` gives the same with a bound of pixels; None where they are fixed.
+    `tensors_of` makes the model's arguments for the images of a prepared row.
 
     Raises ArtifactError for a tokenizer without them, and ConfigError for a processor that makes other tokens of an
     image than it counts from its size.
@@ -145,7 +146,7 @@ class Vision(Media):
         self._uncounted = 0
         self.text = functools.lru_cache(maxsize=4096)(self._text)
         self._white_of = functools.lru_cache(maxsize=4096)(self._pixels_of_blank)
-        self._tensors = self._decoded
+        self.tensors_of = self._decoded
         self.bounded: Callable[[int], Vision] | None = None
         try:
             self._try()
@@ -262,7 +263,7 @@ class Vision(Media):
     def inputs(self, rows: Sequence[Mapping[str, Any]], ids: torch.Tensor) -> dict[str, Any]:
         if not any(row.get(MEDIA_SIZES) for row in rows):
             return {}
-        made = images.in_threads(self._tensors, rows)
+        made = images.in_threads(self.tensors_of, rows)
         # Copied, since what another thread allocates is not counted (measure/tensors.py).
         own = [{name: value.clone() for name, value in each.items()} for each in made]
         return {MEDIA: own, **self._types(ids)}
@@ -275,7 +276,7 @@ class Vision(Media):
 
     def white(self) -> Vision:
         white = copy.copy(self)
-        white._tensors = white._white  # noqa: SLF001
+        white.tensors_of = self._white
         return white
 
     def showing(self, row: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
