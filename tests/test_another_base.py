@@ -16,7 +16,7 @@ from finetune.config import dump
 from finetune.errors import ArtifactError, ConfigError
 from finetune.extras.doctor import run_check as run_directory
 from finetune.model.source import identity
-from finetune.session import provenance, resume
+from finetune.recipe import provenance, resume
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory
 

@@ -136,7 +136,7 @@ def counts() -> list[tuple[object, object, str]]:
     ties = {frozenset((rooms[name], used)) for name in trees for used in imports.findall(text[name])}
     images = re.compile(r"^ *from finetune\b.*\b(images|image_memory|vision)\b", re.M)
 
-    recipe = trees["finetune/recipe.py"]
+    recipe = trees["finetune/recipe/__init__.py"]
     [train] = [node for node in recipe.body if isinstance(node, ast.FunctionDef) and node.name == "train"]
 
     def naming(pattern: str) -> int:

@@ -396,7 +396,7 @@ class ImageHashes(TypedDict):
 
 @_dict_record
 class Provenance(TypedDict):
-    """Everything that determines the trained weights; see `finetune.session.provenance.of`."""
+    """Everything that determines the trained weights; see `finetune.recipe.provenance.of`."""
 
     config: dict[str, dict[str, Any]]
     data: _SplitHashes

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from finetune.choices import CHOICES, config_of, load_config
 from finetune.config import Config, gone, values_of, written
 from finetune.errors import ArtifactError, ConfigError
+from finetune.recipe import resume
 from finetune.report.runs_view import compare
 from finetune.resolve import Job
-from finetune.session import resume
 from finetune.storage.rundir import RunDirectory
 
 KEYS, VALUES = gone.TABLE["keys"], gone.TABLE["values"]

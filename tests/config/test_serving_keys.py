@@ -17,8 +17,8 @@ from finetune.cli.output import announce
 from finetune.config import Config, dump, values_of
 from finetune.config.serving import GRIDS, RUNTIMES, SERVED, resolved
 from finetune.errors import ConfigError
+from finetune.recipe import provenance
 from finetune.resolve import resolve
-from finetune.session import provenance
 from finetune.storage.rundir import RunDirectory
 from finetune.training.checks import check
 

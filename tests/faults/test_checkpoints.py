@@ -30,8 +30,8 @@ from finetune.config import OptimizerSection
 from finetune.errors import DataError, NumbersError
 from finetune.model.distributed import optimizer_states
 from finetune.model.distributed.engine import OneProcess
+from finetune.recipe import provenance, resume
 from finetune.runtime.randomness import RandomState
-from finetune.session import provenance, resume
 from finetune.storage import checkpoint
 from finetune.storage.files import write_lines
 from finetune.storage.rundir import RunDirectory, checkpoint_step

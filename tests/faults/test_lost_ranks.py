@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from together import assert_all, assert_refused
 
 from finetune.errors import DataError, MachineError
+from finetune.recipe import provenance
 from finetune.runtime import rank_watch
 from finetune.runtime import ranks as processes
-from finetune.session import provenance
 
 STEP = "finetune.training.step:Step.clip"
 JOB = [PLAIN, *UNEVALUATED, "training.batch_size=6", "training.micro_batch=1", "output.save_every=2"]

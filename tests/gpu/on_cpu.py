@@ -129,7 +129,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     answers["mem_get_info"] = lambda: (psutil.virtual_memory().available, psutil.virtual_memory().total)
     for name, answer in answers.items():
         patch.setattr(torch.cuda, name, _called_alike(getattr(torch.cuda, name), answer))
-    patch.setattr("finetune.session.start.meter_for", lambda device_type: _Meter())
+    patch.setattr("finetune.recipe.start.meter_for", lambda device_type: _Meter())
 
 
 def _called_alike(function: Callable[..., Any], answer: Callable[[], Any]) -> Callable[..., Any]:

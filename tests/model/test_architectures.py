@@ -30,9 +30,9 @@ from finetune.model.probes import causality, packed_rows
 from finetune.model.recompute import checkpointing
 from finetune.model.source import catalog
 from finetune.model.structure import linear_layers
+from finetune.recipe import inputs
 from finetune.resolve import planning
 from finetune.resolve.planner import check_traceable
-from finetune.session import inputs
 from finetune.training.collator import MicroBatches
 
 ARCHITECTURES = ("bloom", "mpt", "rwkv", "mamba", "dbrx", "gemma3n_text", "jamba", "falcon_h1")

@@ -271,7 +271,7 @@ def refusal(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     def too_late(*_: object, **__: object) -> None:
         raise AssertionError("data were prepared, or weights were loaded")
 
-    monkeypatch.setattr("finetune.session.inputs.prepare", too_late)
+    monkeypatch.setattr("finetune.recipe.inputs.prepare", too_late)
     monkeypatch.setattr("finetune.model.build.load_base", too_late)
     monkeypatch.setattr(environment, "version_of", functools.cache(environment.version_of))
     monkeypatch.chdir(tmp_path)

@@ -39,7 +39,7 @@ from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES, contract, rewards, scored
-from finetune.session import provenance
+from finetune.recipe import provenance
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import row_count
 

@@ -149,9 +149,9 @@ def test_the_first_line_of_a_run_says_so(triton, quick, monkeypatch: pytest.Monk
         raise _Said
 
     triton(NO_COMPILER)
-    monkeypatch.setattr("finetune.session.start.this_device", lambda: CUDA)
+    monkeypatch.setattr("finetune.recipe.start.this_device", lambda: CUDA)
     monkeypatch.setattr("finetune.model.probes.marker.ended", lambda device: frozenset())
-    monkeypatch.setattr("finetune.session.inputs.check", stop)
+    monkeypatch.setattr("finetune.recipe.inputs.check", stop)
     monkeypatch.setattr("finetune.model.precision.of_device", lambda device: of_card("A100", (8, 0)))
     with pytest.raises(_Said):
         finetune.train(quick())

@@ -16,7 +16,7 @@ import finetune
 from finetune.choices import load_config
 from finetune.config import Config
 from finetune.model.recompute import checkpointing
-from finetune.session import building
+from finetune.recipe import building
 from finetune.storage.records import UpTo
 from finetune.storage.rundir import RunDirectory
 from finetune.training import oom_retry

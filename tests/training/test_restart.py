@@ -20,7 +20,7 @@ from finetune.config import Config, KernelsSection, serving
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.export.merging import merged_files
 from finetune.model.build import Blueprint
-from finetune.session import provenance
+from finetune.recipe import provenance
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
 from finetune.training.step import Step

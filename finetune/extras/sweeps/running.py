@@ -32,6 +32,7 @@ from finetune.model import build, precision
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.recipe import provenance, resume
 from finetune.report import words
 from finetune.report.figures import Figures
 from finetune.report.sweep_table import SCORES, TABLE, SettingResult, SettingState, SweepTable, is_sweep
@@ -40,7 +41,6 @@ from finetune.report.terminal import Terminal
 from finetune.resolve import resolve
 from finetune.runtime import libraries, ranks
 from finetune.runtime.device import this_device
-from finetune.session import provenance, resume
 from finetune.storage import locks
 from finetune.storage.files import write_bytes, write_json
 from finetune.storage.rundir import RunDirectory

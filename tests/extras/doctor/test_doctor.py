@@ -23,8 +23,8 @@ from finetune.config import Config
 from finetune.errors import ArtifactError
 from finetune.extras.doctor import Examination, Finding, machine
 from finetune.extras.doctor import run_check as run_directory
+from finetune.recipe import inputs
 from finetune.runtime import driver
-from finetune.session import inputs
 from finetune.storage.files import write_lines
 from finetune.storage.rundir import RunDirectory
 

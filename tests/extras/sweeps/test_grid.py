@@ -15,8 +15,8 @@ import finetune
 from finetune.config import strict_yaml
 from finetune.errors import ConfigError
 from finetune.extras.sweeps import grid, running
+from finetune.recipe.provenance import MAY_CHANGE
 from finetune.report.terminal import Terminal
-from finetune.session.provenance import MAY_CHANGE
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from __future__ import annotations
 from finetune.config import Config
 from finetune.export import publish
 from finetune.model.build import Blueprint, LoadBase
+from finetune.recipe import building, inputs, opening, resume, start
 from finetune.report import page
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
 from finetune.resolve import ThisMachine, resolve
 from finetune.runtime import libraries, ranks
-from finetune.session import building, inputs, opening, resume, start
 from finetune.training import run as training
 from finetune.training import sample_answers
 from finetune.training.callbacks import Callback

@@ -10,12 +10,12 @@ from finetune.model import build
 from finetune.model.adapters import adapter
 from finetune.model.build import LoadBase
 from finetune.model.recompute import checkpointing
+from finetune.recipe import opening, resume
+from finetune.recipe.inputs import JobInputs
+from finetune.recipe.opening import Opened
+from finetune.recipe.start import Session
 from finetune.resolve import Job, resolve
 from finetune.runtime import ranks
-from finetune.session import opening, resume
-from finetune.session.inputs import JobInputs
-from finetune.session.opening import Opened
-from finetune.session.start import Session
 from finetune.training import learning_rate, model_setup, sample_answers, strategies
 from finetune.training.callbacks import Callback, Callbacks
 from finetune.training.job import Process, TrainingJob

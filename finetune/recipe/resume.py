@@ -10,9 +10,9 @@ from finetune.config import AdapterSection, ModelSection, TrainingSection
 from finetune.errors import ArtifactError, FinetuneError
 from finetune.model import build
 from finetune.model.adapters import adapter_files
+from finetune.recipe import provenance
 from finetune.resolve import Job
 from finetune.runtime import ranks
-from finetune.session import provenance
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import state

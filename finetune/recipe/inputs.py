@@ -28,13 +28,13 @@ from finetune.model.distributed import context
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.experts import Mixture
 from finetune.objectives import contract, trial
+from finetune.recipe import provenance, resume
+from finetune.recipe.start import Session
 from finetune.resolve import Job, resolve
 from finetune.resolve.planner import check_traceable
 from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.environment import describe
 from finetune.runtime.stages import stage
-from finetune.session import provenance, resume
-from finetune.session.start import Session
 from finetune.training.checks import check
 from finetune.training.strategies import STRATEGIES
 

@@ -13,12 +13,12 @@ from finetune.forms import packed
 from finetune.measure.monitor import Peak
 from finetune.model import served
 from finetune.model.source import identity
+from finetune.recipe import provenance, resume
+from finetune.recipe.inputs import JobInputs
+from finetune.recipe.resume import Start
+from finetune.recipe.start import Session
 from finetune.resolve import Job
 from finetune.runtime import ranks
-from finetune.session import provenance, resume
-from finetune.session.inputs import JobInputs
-from finetune.session.resume import Start
-from finetune.session.start import Session
 from finetune.storage.checkpoint import set_aside
 from finetune.storage.files import write_json, write_lines
 from finetune.storage.rundir import RunDirectory, checkpoint_step
