@@ -162,9 +162,9 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
     import torch
 
     from finetune.forecast import devices
-    from finetune.measure.monitor import Monitor, meter_for
     from finetune.resolve.planner import Planner
     from finetune.runtime import libraries
+    from finetune.runtime.memory_monitor import Monitor, meter_for
 
     libraries.quiet()
     config, architecture = setting.resolved(), setting.build_architecture()

@@ -50,13 +50,13 @@ from finetune.data.batching import RowOrder
 from finetune.data.encoded import RowLayout
 from finetune.data.prepare import Counts, Prepared
 from finetune.generation import caches
-from finetune.measure.monitor import Monitor
 from finetune.model import build
 from finetune.model.adapters import published
 from finetune.model.adapters.adapter import attach
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES
 from finetune.runtime import libraries, ranks
+from finetune.runtime.memory_monitor import Monitor
 from finetune.runtime.signals import Signals
 from finetune.storage.rundir import RunDirectory
 from finetune.training import collator, learning_rate, model_setup, strategies

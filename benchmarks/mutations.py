@@ -97,7 +97,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
         ["training/test_recorder.py", "training/test_progress.py", "training/test_oom_retry.py",
          "training/test_loop.py", "data/test_batching.py", "training/test_collator.py",
          "faults/test_loss_scaling.py", "training/test_evaluation.py",
-         "training/test_parity.py", "measure/test_monitor.py", "faults/test_numbers_not_finite.py",
+         "training/test_parity.py", "runtime/test_memory_monitor.py", "faults/test_numbers_not_finite.py",
          "training/test_objectives.py", "faults/test_out_of_memory_in_a_step.py",
          "faults/test_out_of_memory_in_evaluation_and_merge.py", "training/test_steps.py"],
     ),

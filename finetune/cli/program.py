@@ -82,7 +82,7 @@ def errors_reported(debug: bool = False) -> Iterator[None]:
                 sys.exit(error.exit_code)
         fail(str(error), error.exit_code)
     except (MemoryError, RuntimeError) as error:
-        from finetune.measure.out_of_memory import is_out_of_memory, reason
+        from finetune.runtime.out_of_memory import is_out_of_memory, reason
 
         if debug or not is_out_of_memory(error):
             raise

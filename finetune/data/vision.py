@@ -264,7 +264,7 @@ class Vision(Media):
         if not any(row.get(MEDIA_SIZES) for row in rows):
             return {}
         made = images.in_threads(self.tensors_of, rows)
-        # Copied, since what another thread allocates is not counted (measure/tensors.py).
+        # Copied, since what another thread allocates is not counted (runtime/live_tensors.py).
         own = [{name: value.clone() for name, value in each.items()} for each in made]
         return {MEDIA: own, **self._types(ids)}
 

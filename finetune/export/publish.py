@@ -19,11 +19,11 @@ from finetune.export.export_formats import FORMATS
 from finetune.export.gguf import gguf_types
 from finetune.export.merging import merge as merging
 from finetune.export.rounding import rounded_run
-from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.model.source.locate import locate
 from finetune.report.terminal import Terminal, note_beside_output
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
+from finetune.runtime.out_of_memory import as_out_of_memory_error
 from finetune.runtime.signals import Signals
 from finetune.storage.rundir import Run, RunDirectory
 

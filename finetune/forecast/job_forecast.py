@@ -14,8 +14,8 @@ from finetune.data.batching import LargestBatch
 from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
 from finetune.forecast.replay import Point, Ranks, RunSetting, outside_by_category, replayed
 from finetune.forecast.trace import CATEGORIES, Trace, Work
-from finetune.measure.monitor import Peak
 from finetune.model.structure.experts import Mixture
+from finetune.runtime.memory_monitor import Peak
 from finetune.storage.records import Difference, UpTo
 
 PHASES = ("load", "reference", "forward", "backward", "optimizer", "evaluation", "save", "merge")
@@ -152,8 +152,8 @@ class Forecast(DeviceMemory):
         """The phases that were both forecast and measured, in the same measure.
 
         On CUDA these are allocated and reserved bytes as the allocator counts them. On a CPU it is the bytes of
-        tensors, where they were counted (`finetune.measure.tensors`), and not the resident size, which also holds what
-        libraries keep for themselves.
+        tensors, where they were counted (`finetune.runtime.live_tensors`), and not the resident size, which also holds
+        what libraries keep for themselves.
         """
         return [
             Difference(phase, measure, predicted[measure], measured)

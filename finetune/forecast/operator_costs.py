@@ -29,8 +29,8 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from finetune.forecast import autocast, operators
 from finetune.forms import packed
 from finetune.kernels import ops as fused
-from finetune.measure.tensors import is_profiling
 from finetune.runtime import patches
+from finetune.runtime.live_tensors import is_profiling
 
 # A CPU's attention, by which a trace also knows that of CUDA, and attention over packed rows.
 _FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"

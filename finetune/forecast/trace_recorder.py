@@ -32,8 +32,8 @@ from finetune.forecast.fake_values import Answers
 from finetune.forecast.operator_costs import DeviceOperators
 from finetune.forecast.operators import flat
 from finetune.forecast.trace import Stretch, Trace, TracedBlock
-from finetune.measure.monitor import Monitor, Peak
 from finetune.runtime import patches
+from finetune.runtime.memory_monitor import Monitor, Peak
 
 _TURNED_TO = ("adapter", "gradients")
 _WEIGHTS = ("base_weights", "quantization_state", "adapter")

@@ -22,11 +22,11 @@ from finetune.data.media import NOTHING, TEXT_ALONE, Media, Shown
 from finetune.errors import ArtifactError, ConfigError, DataError, NumbersError
 from finetune.generation import caches
 from finetune.generation.settings import Settings
-from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model import bounds, probes
 from finetune.model.source import chat_template
 from finetune.model.structure import experts
 from finetune.runtime import libraries
+from finetune.runtime.out_of_memory import is_out_of_memory
 from finetune.runtime.randomness import RandomState
 
 # Batches that are sorted together: enough that the rows of one differ little in length, while answers come early.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from finetune.forecast import measured
-from finetune.measure.monitor import Monitor
 from finetune.model import build
 from finetune.model.adapters import adapter
 from finetune.model.build import LoadBase
@@ -16,6 +15,7 @@ from finetune.recipe.opening import Opened
 from finetune.recipe.start import Session
 from finetune.resolve import Job, resolve
 from finetune.runtime import ranks
+from finetune.runtime.memory_monitor import Monitor
 from finetune.training import learning_rate, model_setup, sample_answers, strategies
 from finetune.training.callbacks import Callback, Callbacks
 from finetune.training.job import Process, TrainingJob

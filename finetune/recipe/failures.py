@@ -10,11 +10,10 @@ import torch
 
 from finetune.errors import MachineError, OutOfMemoryError
 from finetune.forecast.levers import levers
-from finetune.measure import snapshots
-from finetune.measure.monitor import Monitor
-from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
 from finetune.resolve import Job
-from finetune.runtime import ranks
+from finetune.runtime import memory_snapshots, ranks
+from finetune.runtime.memory_monitor import Monitor
+from finetune.runtime.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
 from finetune.storage.files import DISK_ERRORS, not_written
 from finetune.storage.rundir import RunDirectory
 
@@ -27,7 +26,7 @@ def out_of_memory(job: Job, run: RunDirectory, monitor: Monitor, device: torch.d
     run directory.
     """
     try:
-        with snapshots.recorded(run.snapshot_file, device, job.config.memory.snapshot):
+        with memory_snapshots.recorded(run.snapshot_file, device, job.config.memory.snapshot):
             yield
     except OutOfMemoryError:  # raised in a save, with what to do
         _record(run, monitor)

@@ -10,7 +10,6 @@ from finetune.data import inspection
 from finetune.data.encoded import MEDIA
 from finetune.data.prepare import Prepared
 from finetune.forms import packed
-from finetune.measure.monitor import Peak
 from finetune.model import served
 from finetune.model.source import identity
 from finetune.recipe import provenance, resume
@@ -19,6 +18,7 @@ from finetune.recipe.resume import Start
 from finetune.recipe.start import Session
 from finetune.resolve import Job
 from finetune.runtime import ranks
+from finetune.runtime.memory_monitor import Peak
 from finetune.storage.checkpoint import set_aside
 from finetune.storage.files import write_json, write_lines
 from finetune.storage.rundir import RunDirectory, checkpoint_step

@@ -13,13 +13,13 @@ import torch
 from finetune.config import Config
 from finetune.errors import FinetuneError, Terminated
 from finetune.forecast.devices import cap
-from finetune.measure.monitor import Monitor, meter_for
 from finetune.model.base import blaming_base
 from finetune.recipe import failures
 from finetune.report.terminal import Terminal
 from finetune.resolve import Job, resolve
 from finetune.runtime import libraries, ranks
 from finetune.runtime.device import this_device
+from finetune.runtime.memory_monitor import Monitor, meter_for
 from finetune.runtime.signals import Signals
 from finetune.storage.rundir import RunDirectory
 from finetune.training.checks import check_shares

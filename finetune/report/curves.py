@@ -14,9 +14,9 @@ from itertools import accumulate
 from typing import Any
 
 from finetune.forecast.job_forecast import WORDS, Forecast
-from finetune.measure.monitor import headline
 from finetune.report import words
 from finetune.report.figures import Figures
+from finetune.runtime.memory_monitor import headline
 
 Line = dict[str, Any]
 Reduced = Callable[[Iterable[float | None]], float | None]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import MachineError
-from finetune.measure.monitor import PHASES, Peak, headline
+from finetune.runtime.memory_monitor import PHASES, Peak, headline
 from finetune.storage.records import TrainingLine
 from finetune.storage.rundir import RunDirectory
 

@@ -18,10 +18,10 @@ from finetune.forecast.answer_memory import KV_CACHE, Serving
 from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.forecast.levers import Lever
 from finetune.forecast.plan import Fitted, Limits
-from finetune.measure.monitor import Peak
 from finetune.report import curves, printing, words
 from finetune.report.view import PageView, View
 from finetune.report.visible import LINES
+from finetune.runtime.memory_monitor import Peak
 from finetune.storage.files import write_bytes
 from finetune.storage.records import LARGE_DIFFERENCE, Difference
 

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.forecast.job_forecast import Forecast
-from finetune.measure.monitor import headline
 from finetune.report import printing, words
+from finetune.runtime.memory_monitor import headline
 
 # The trend of the loss is that of its mean over these steps to its mean over as many before.
 _TREND_STEPS = 10

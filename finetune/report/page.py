@@ -10,10 +10,10 @@ from typing import Any
 from finetune.config import Config, dump, named
 from finetune.errors import ConfigError
 from finetune.forms import FORMS
-from finetune.measure.monitor import headline
 from finetune.report import curves, data_view, forecast_view, view, words
 from finetune.report.figures import RECENT_STEPS, Figures
 from finetune.report.scores import Scores
+from finetune.runtime.memory_monitor import headline
 from finetune.storage.files import write_text
 from finetune.storage.records import DataFacts, Difference
 from finetune.storage.rundir import RunDirectory

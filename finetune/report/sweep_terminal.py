@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
-from finetune.measure.monitor import Peak
 from finetune.report import words
 from finetune.report.terminal import Terminal
 from finetune.report.view import View
+from finetune.runtime.memory_monitor import Peak
 from finetune.storage.records import Difference
 from finetune.storage.rundir import RunDirectory
 

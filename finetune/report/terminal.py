@@ -22,7 +22,6 @@ from finetune.config import Config, DataSection, serving
 from finetune.data.prepare import Prepared
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.plan import Fitted
-from finetune.measure.monitor import Peak, headline
 from finetune.model.structure import experts
 from finetune.model.structure.experts import Mixture
 from finetune.report import forecast_view, printing, words
@@ -32,6 +31,7 @@ from finetune.report.renewal import Renewal
 from finetune.report.result import Result
 from finetune.report.view import View
 from finetune.report.visible import LINES
+from finetune.runtime.memory_monitor import Peak, headline
 from finetune.storage.records import Difference
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import micro_batching

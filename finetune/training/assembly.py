@@ -9,12 +9,11 @@ import torch
 
 from finetune import objectives
 from finetune.data.batching import RowOrder, Sizes
-from finetune.measure import snapshots
 from finetune.model.precision import autocast
 from finetune.model.probes import causality
 from finetune.model.recompute.checkpointing import ByLength
 from finetune.model.source import identity
-from finetune.runtime import driver, libraries, ranks
+from finetune.runtime import driver, libraries, memory_snapshots, ranks
 from finetune.runtime.device import require_default_stream
 from finetune.training import optimizers, probe_table, schedules, strategies
 from finetune.training.batches import PreparedRows, StepSource
@@ -36,7 +35,7 @@ from finetune.training.step import Step
 def assemble(job: TrainingJob, steps: StepSource | None = None) -> Loop:
     """The loop of a job whose model is complete, on `steps`, by default of its prepared rows."""
     config, training, run = job.config, job.config.training, job.outlets.run
-    profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.process.device)
+    profiler = memory_snapshots.profiler(config.memory.profile_steps, run.profile, job.process.device)
     objective = objectives.of(config)
     falls = Falls() if objective.reference and "nll_weight" in objective.settings else None
     recorder = MetricsRecorder(job.outlets, job.process.monitor, profiler, falls)

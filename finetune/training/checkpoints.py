@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import MachineError
-from finetune.measure.monitor import Peak
-from finetune.measure.out_of_memory import while_writing
 from finetune.runtime import ranks
+from finetune.runtime.memory_monitor import Peak
+from finetune.runtime.out_of_memory import while_writing
 from finetune.runtime.randomness import RandomState
 from finetune.storage import checkpoint
 from finetune.storage.checkpoint import Contents

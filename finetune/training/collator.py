@@ -156,7 +156,7 @@ class MicroBatches:
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:
-    """A copy, since what NumPy allocates is not counted (measure/tensors.py)."""
+    """A copy, since what NumPy allocates is not counted (runtime/live_tensors.py)."""
     return torch.tensor(values)
 
 

@@ -21,7 +21,6 @@ from finetune.data.batching import MicroBatching, Sizes, micro_batches
 from finetune.data.encoded import RowLayout, columns
 from finetune.data.prepare import media_of
 from finetune.errors import OutOfMemoryError
-from finetune.measure.out_of_memory import is_out_of_memory, reason
 from finetune.model.attention import packing
 from finetune.model.distributed.placement import release_gathered
 from finetune.model.precision import autocast
@@ -29,6 +28,7 @@ from finetune.model.probes.causality import capability_of, needs_mask
 from finetune.objectives import Loss, Objective, cross_entropy, log_probs, sums
 from finetune.runtime import ranks
 from finetune.runtime.libraries import without_cudnn_attention
+from finetune.runtime.out_of_memory import is_out_of_memory, reason
 from finetune.training import oom_retry
 from finetune.training.batches import agreed
 from finetune.training.collator import Inputs, MicroBatches, apart, for_model, micro_batching

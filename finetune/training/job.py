@@ -11,7 +11,7 @@ import torch
 
 from finetune.config import Config
 from finetune.data.prepare import Prepared
-from finetune.measure.monitor import Monitor
+from finetune.runtime.memory_monitor import Monitor
 from finetune.runtime.signals import Signals
 from finetune.storage.records import UpTo
 from finetune.training.recorder import Outlets

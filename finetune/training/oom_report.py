@@ -11,8 +11,8 @@ import torch
 from finetune.config import Config
 from finetune.data.prepare import Prepared
 from finetune.errors import FinetuneError, MachineError
-from finetune.measure.out_of_memory import StepOutOfMemoryError, reason
 from finetune.runtime import ranks
+from finetune.runtime.out_of_memory import StepOutOfMemoryError, reason
 from finetune.storage.rundir import RunDirectory
 from finetune.training import oom_retry
 from finetune.training.checkpoints import Checkpoints

@@ -23,9 +23,9 @@ from torch.distributed import DistError
 
 from finetune.config import Config
 from finetune.data.encoded import MEDIA, MISMATCHED, segments_of
-from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
 from finetune.model.distributed import optimizer_states
 from finetune.runtime import libraries, ranks
+from finetune.runtime.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
 from finetune.runtime.randomness import RandomState
 from finetune.training.collator import Inputs, first_row, micro_batching, row_count, split, tokens_a_row
 from finetune.training.step import LossCount, Step

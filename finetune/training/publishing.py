@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from finetune.data import fingerprint
 from finetune.data.prepare import ROWS_TO_JUDGE
 from finetune.errors import ArtifactError, MachineError, OutOfMemoryError
-from finetune.measure.out_of_memory import is_out_of_memory, reason, while_writing
 from finetune.model import build
 from finetune.model.adapters import adapter_files, plain_peft, published
 from finetune.model.distributed.engine import WeightAccess
 from finetune.model.source import chat_template
+from finetune.runtime.out_of_memory import is_out_of_memory, reason, while_writing
 from finetune.storage.files import not_written, staged
 from finetune.storage.rundir import checkpoint_step
 from finetune.training.job import TrainingJob

@@ -12,9 +12,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from finetune.errors import NumbersError
-from finetune.measure.monitor import LeakWatch, Monitor, Peak
 from finetune.objectives import Objective, Statistics
 from finetune.runtime import ranks
+from finetune.runtime.memory_monitor import LeakWatch, Monitor, Peak
 from finetune.storage.files import append_line
 from finetune.storage.rundir import RunDirectory
 from finetune.training.callbacks import Callbacks

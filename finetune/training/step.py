@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 import torch
 from accelerate.utils import send_to_device
 
-from finetune.measure.monitor import Monitor, Peak
 from finetune.model.attention import packing
 from finetune.model.distributed.engine import Engine
 from finetune.model.distributed.placement import release_gathered
 from finetune.model.precision import autocast
 from finetune.model.recompute.checkpointing import ByLength
 from finetune.objectives import Objective, sums
+from finetune.runtime.memory_monitor import Monitor, Peak
 from finetune.training.collator import Inputs, apart, for_model, tokens_a_row
 from finetune.training.noise import Noise
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
-from finetune.measure.monitor import Peak
 from finetune.model.distributed import optimizer_states
+from finetune.runtime.memory_monitor import Peak
 from finetune.training.batches import StepSource
 from finetune.training.eval_loss import Evaluation
 from finetune.training.oom_retry import Retry, StepStart

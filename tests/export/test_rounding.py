@@ -31,10 +31,10 @@ from finetune.export.rounding.inputs import InputSums
 from finetune.export.rounding.layers import LayerRounding
 from finetune.export.rounding.matrices import rounded
 from finetune.forms import FORMS, packed
-from finetune.measure.tensors import TensorCount
 from finetune.model.base import load_architecture
 from finetune.model.skeleton import make_buffers
 from finetune.model.structure import quantizers
+from finetune.runtime.live_tensors import TensorCount
 from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory
 

@@ -21,9 +21,9 @@ import finetune
 from finetune.choices import load_config
 from finetune.config import Config
 from finetune.errors import MachineError, OutOfMemoryError
-from finetune.measure.out_of_memory import StepOutOfMemoryError
 from finetune.model.recompute import checkpointing
 from finetune.runtime import libraries
+from finetune.runtime.out_of_memory import StepOutOfMemoryError
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training.collator import Inputs, split
 from finetune.training.loop import Loop

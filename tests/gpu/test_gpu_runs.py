@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import finetune
 from finetune.config import Config, dump
-from finetune.measure.monitor import CudaMeter
+from finetune.runtime.memory_monitor import CudaMeter
 from finetune.storage.rundir import RunDirectory
 
 pytestmark = pytest.mark.gpu

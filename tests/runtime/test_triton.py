@@ -27,11 +27,11 @@ from finetune.errors import MachineError
 from finetune.extras.doctor import machine
 from finetune.forecast import devices, job_forecast, replay
 from finetune.kernels import ops
-from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model.attention import backends
 from finetune.model.precision import of_card
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
+from finetune.runtime.out_of_memory import is_out_of_memory
 
 NO_COMPILER = RuntimeError(
     "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl."

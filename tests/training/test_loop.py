@@ -18,10 +18,10 @@ from datasets import Dataset
 
 from finetune.data.batching import MicroBatching, RowOrder
 from finetune.errors import DataError, Terminated
-from finetune.measure.monitor import Monitor, meter_for
 from finetune.model.distributed.engine import OneProcess
 from finetune.objectives import Objective, trained_tokens
 from finetune.runtime import ranks
+from finetune.runtime.memory_monitor import Monitor, meter_for
 from finetune.runtime.randomness import RandomState
 from finetune.runtime.signals import Signals
 from finetune.training.batches import PreparedRows

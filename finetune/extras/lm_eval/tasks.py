@@ -19,8 +19,8 @@ import torch
 from finetune.errors import ConfigError, DataError, MachineError, first_line
 from finetune.evaluation.intervals import Measured
 from finetune.evaluation.metrics import Scored, needed
-from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.runtime.libraries import without_cudnn_attention
+from finetune.runtime.out_of_memory import as_out_of_memory_error
 
 # For metrics without a closed form, such as perplexity.
 _RESAMPLES = 1000

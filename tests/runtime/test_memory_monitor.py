@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import finetune
 from finetune.forecast import devices
-from finetune.measure import snapshots, tensors
-from finetune.measure.monitor import HostMeter, LeakWatch, Monitor, headline
 from finetune.resolve.planner import Planner
+from finetune.runtime import live_tensors, memory_snapshots
+from finetune.runtime.memory_monitor import HostMeter, LeakWatch, Monitor, headline
 
 MIB = 2**20
 
@@ -32,9 +32,9 @@ class Scripted:
 
 
 def test_tensors_that_a_compiler_traces_with_take_no_memory() -> None:
-    before = tensors.live_bytes()
+    before = live_tensors.live_bytes()
     traced = torch._to_functional_tensor(torch.ones(MIB))
-    assert before < tensors.live_bytes() < before + 2 * traced.nbytes
+    assert before < live_tensors.live_bytes() < before + 2 * traced.nbytes
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux sets the resident peak back")
@@ -77,7 +77,7 @@ def test_tensors_are_counted_by_phase_and_not_what_else_is_resident() -> None:
     counted = {phase: peak.get("allocated_bytes") for phase, peak in monitor.take_step().items()}
     assert counted == {"load": None, "forward": 103 * MIB, "backward": 123 * MIB}
     assert monitor.run["backward"].keys() == {"allocated_bytes", "resident_bytes"}
-    assert others.nbytes + held.nbytes <= tensors.live_bytes()
+    assert others.nbytes + held.nbytes <= live_tensors.live_bytes()
 
 
 def test_the_weights_of_the_runs_model_are_counted_although_they_were_there_before() -> None:
@@ -125,7 +125,7 @@ def test_counting_and_a_phase_end_with_a_block_that_fails() -> None:
     monitor = Monitor(Scripted(7))
     with pytest.raises(ValueError, match="inside"), monitor.counting_tensors(), monitor.phase("load"):
         raise ValueError("inside")
-    assert tensors.can_count()
+    assert live_tensors.can_count()
     assert monitor.take("load")["resident_bytes"] == 7
 
 
@@ -185,8 +185,8 @@ def test_a_real_leak_in_training_is_reported(quick, tmp_path: Path, monkeypatch:
 
 def test_cap_and_snapshot_do_nothing_on_a_cpu_and_a_profiler_is_absent_unless_asked_for(tmp_path: Path) -> None:
     device = torch.device("cpu")
-    assert snapshots.profiler(0, tmp_path, device) is None
+    assert memory_snapshots.profiler(0, tmp_path, device) is None
     devices.cap(1, device)
-    with snapshots.recorded(tmp_path / "snapshot.pickle", device, history=True):
+    with memory_snapshots.recorded(tmp_path / "snapshot.pickle", device, history=True):
         pass
     assert list(tmp_path.iterdir()) == []

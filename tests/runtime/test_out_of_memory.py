@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import distributed as dist
 
-from finetune.measure.out_of_memory import is_out_of_memory
+from finetune.runtime.out_of_memory import is_out_of_memory
 
 NCCL = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with "

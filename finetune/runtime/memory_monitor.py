@@ -3,7 +3,8 @@
 On CUDA: the caching allocator's peaks of allocated and reserved bytes, and the bytes in use on the whole device, the
 only figure that includes paged optimizer states (managed memory); it is read at the end of the phase, because the
 driver records no peak. On a CPU: the process's peak resident size, which Linux resets through /proc/self/clear_refs
-(proc(5)), or the resident size at the end if it cannot be reset; where tensors are counted (`tensors`), their peak too.
+(proc(5)), or the resident size at the end if it cannot be reset; where tensors are counted (`live_tensors`), their peak
+too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from finetune.measure.tensors import TensorCount
+    from finetune.runtime.live_tensors import TensorCount
 
 PHASES = ("load", "reference", "forward", "backward", "optimizer", "evaluation", "save")
 
@@ -101,9 +102,9 @@ class Monitor:
         self._meter = meter
         self._others: list[weakref.ref[torch.Tensor]] | None = None
         if isinstance(meter, HostMeter):
-            from finetune.measure import tensors  # imports torch
+            from finetune.runtime import live_tensors  # imports torch
 
-            self._others = tensors.living()
+            self._others = live_tensors.living()
         self._open: str | None = None
         self._count: TensorCount | None = None
         self._step: dict[str, Peak] = {}
@@ -112,9 +113,9 @@ class Monitor:
     def include(self, model: torch.nn.Module) -> None:
         """Count the weights of the run's model also where an earlier run has loaded them."""
         if self._others:
-            from finetune.measure import tensors
+            from finetune.runtime import live_tensors
 
-            self._others = tensors.without(self._others, [*model.parameters(), *model.buffers()])
+            self._others = live_tensors.without(self._others, [*model.parameters(), *model.buffers()])
 
     def enter(self, phase: str) -> None:
         """Start measuring `phase`, one of PHASES."""
@@ -152,12 +153,12 @@ class Monitor:
 
         `apart_bytes` of the tensors that exist before the block are not counted.
         """
-        from finetune.measure import tensors  # imports torch
+        from finetune.runtime import live_tensors  # imports torch
 
-        if self._others is None or not tensors.can_count():
+        if self._others is None or not live_tensors.can_count():
             yield
             return
-        self._count = count = tensors.TensorCount(self._others)
+        self._count = count = live_tensors.TensorCount(self._others)
         try:
             with count.counting(apart_bytes):
                 yield
