@@ -28,7 +28,6 @@ from finetune import choices, cli, objectives
 from finetune.data import formats, readers, sources
 from finetune.data.examples import Chat, Completion
 from finetune.errors import DataError
-from finetune.forecast import engines
 from finetune.objectives import preference
 from finetune.storage.rundir import RunDirectory
 
@@ -190,7 +189,6 @@ def test_modules_that_the_pages_name_exist() -> None:
         "training/counting.py",
         "export/int8_export.py",
         "model/distributed/averaged.py",
-        "forecast/fake_averaged.py",
     }  # by examples
     named = {name.removeprefix("finetune/") for name in re.findall(r"`((?:\w+/)*\w+\.py)(?:`|::)", text)} - added
     assert len(named) > 50
@@ -215,7 +213,7 @@ def test_every_addition_has_an_example() -> None:
     sections = EXTENDING.split("\n## ")[1:]
     assert len(sections) == 10
     assert all("```diff" in section or "```python" in section for section in sections)
-    assert [len(examples(page)) for page in (PAIRS, ENGINES)] == [3, 1]
+    assert [len(examples(page)) for page in (PAIRS, ENGINES)] == [3, 2]
 
 
 def applied(file: str, diff: str) -> tuple[ModuleType, dict[str, Any], str, dict[str, Any]]:
@@ -344,8 +342,6 @@ def test_one_more_member_of_the_family_is_trained_and_measured_by_its_entry_alon
 def test_the_example_of_an_engine_is_trained_as_it_was_forecast(quick, add, monkeypatch: pytest.MonkeyPatch) -> None:
     add(ENGINES)
     written(ENGINES, "finetune/model/distributed/averaged.py", monkeypatch)
-    traced = written(ENGINES, "finetune/forecast/fake_averaged.py", monkeypatch)
-    monkeypatch.setitem(engines.ENGINES, "averaged", lambda: traced.FakeAveraged)
     keys = ["memory.check=warn", "adapter.rank=64", "training.max_steps=2", "data.eval=none"]
     plain, averaged = (
         finetune.train(quick(*keys, f"distributed.kind={kind}", run=kind)).run for kind in ("auto", "averaged")

@@ -21,7 +21,9 @@ def _sharded() -> type[TracedEngine]:
     return TracedShards
 
 
-ENGINES: dict[str, Callable[[], type[TracedEngine]]] = {"fsdp": _sharded}
+ENGINES: dict[str, Callable[[], type[TracedEngine]]] = {
+    "fsdp": _sharded,
+}
 """By `distributed.kind`, a function that loads the engine; a strategy without an entry is traced by TracedEngine.
 
 An engine adds to a trace what its strategy allocates, sends and copies: see the methods of TracedEngine, and `mark`,
