@@ -52,17 +52,28 @@ def fused(ended: Ended) -> str:
 
 
 def test_after_a_pass_of_the_whole_model_no_kernel_is_fused(train_apart: Train) -> None:
-    _, ended = train_apart(Fault("finetune.model.probes.causality:prove"), *FUSED)
-    assert ended.code == -signal.SIGKILL
+    _, ended = train_apart(Fault("finetune.model.probes.causality:prove", action="SIGSEGV"), *FUSED)
+    assert ended.code == -signal.SIGSEGV
     _, ended = train_apart(None, *FUSED)
     assert ended.code == 0, ended.output
     assert "none is fused" in ended.in_one_line
     assert not fused(ended)
 
 
-def test_packing_that_ends_the_process_is_refused_with_what_to_set(train_apart: Train) -> None:
-    _, ended = train_apart(Fault("finetune.model.probes.packed_rows:prove"), *FEW, "data.packing=true")
+def test_a_run_killed_from_outside_in_a_probe_resumes_with_the_same_kernels(train_apart: Train) -> None:
+    _, ended = train_apart(Fault("finetune.kernels.ops:gated"), *FUSED)
     assert ended.code == -signal.SIGKILL
+    _, ended = train_apart(None, *FUSED)
+    assert ended.code == 0, ended.output
+    assert " mlp" in fused(ended)
+    assert "earlier process" not in ended.in_one_line
+
+
+def test_packing_that_ends_the_process_is_refused_with_what_to_set(train_apart: Train) -> None:
+    _, ended = train_apart(
+        Fault("finetune.model.probes.packed_rows:prove", action="SIGSEGV"), *FEW, "data.packing=true"
+    )
+    assert ended.code == -signal.SIGSEGV
     _, ended = train_apart(None, *FEW, "data.packing=true")
     assert ended.code == 4
     assert "data.packing: false" in ended.in_one_line

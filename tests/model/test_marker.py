@@ -1,4 +1,4 @@
-"""What was tried when a process ended is left out by the next start, and what a process tries that is alive is not."""
+"""What crashed a process or hung is left out by the next start; what a living process tries is not."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forked(in_probe: Callable[[], None]) -> int:
-    """A process in the probe of a kernel, once it does `in_probe` there."""
+    """A process in the probe of a kernel, once it does `in_probe` there; what takes longer than 0.05 s hangs."""
     read, write = os.pipe()
     if not (pid := os.fork()):
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            marker._HANG_SECONDS = 0.0
+            marker._HANG_SECONDS = 0.05
             with marker.under_way("kernels", CPU), marker.under_way("mlp", CPU):
                 os.write(write, b"there")
                 in_probe()
@@ -51,7 +51,6 @@ def forked(in_probe: Callable[[], None]) -> int:
 
 
 def crash() -> None:
-    faulthandler.disable()
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
@@ -59,22 +58,35 @@ def hang() -> None:
     time.sleep(600)
 
 
-@pytest.mark.parametrize(("in_probe", "sent"), [(crash, None), (hang, signal.SIGKILL), (hang, signal.SIGINT)])
-def test_the_part_that_was_tried_when_a_process_ended_is_named(
-    in_probe: Callable[[], None], sent: signal.Signals | None
+@pytest.mark.parametrize(
+    ("in_probe", "sent", "named"),
+    [
+        (crash, None, {"mlp"}),
+        (os.abort, None, {"mlp"}),
+        (hang, signal.SIGKILL, {"mlp"}),
+        (hang, signal.SIGINT, {"mlp"}),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), None, set()),
+    ],
+    ids=["crash", "abort", "hang, killed", "hang, interrupted", "killed from outside"],
+)
+def test_what_crashes_or_hangs_is_named_and_what_was_killed_is_not(
+    in_probe: Callable[[], None], sent: signal.Signals | None, named: set[str], cache: Path
 ) -> None:
     pid = forked(in_probe)
     if sent:
+        time.sleep(0.5)
         os.kill(pid, sent)
     os.waitpid(pid, 0)
-    assert marker.ended(CPU) == {"mlp"}
-    (file,) = marker.left_behind(CPU)
-    file.unlink()
+    assert marker.ended(CPU) == named
+    for file in marker.left_behind(CPU):
+        file.unlink()
     assert not marker.ended(CPU)
+    assert not [*cache.iterdir()]
 
 
 def test_what_a_live_process_tries_is_not_blamed() -> None:
     pid = forked(hang)
+    time.sleep(0.5)
     with marker.under_way("norm", CPU):
         assert not marker.ended(CPU)
     os.kill(pid, signal.SIGKILL)
@@ -85,26 +97,35 @@ def test_what_a_live_process_tries_is_not_blamed() -> None:
 @pytest.mark.parametrize(
     ("error", "seconds", "named"),
     [
-        (None, 0, set()),
-        (RuntimeError(), 999, set()),
-        (torch.OutOfMemoryError(), 999, set()),
-        (KeyboardInterrupt(), 59, set()),
-        (KeyboardInterrupt(), 61, {"mlp"}),
-        (Terminated(""), 61, {"mlp"}),
+        (None, 0.2, set()),
+        (RuntimeError(), 0.2, set()),
+        (torch.OutOfMemoryError(), 0.2, set()),
+        (KeyboardInterrupt(), 0, set()),
+        (KeyboardInterrupt(), 0.2, {"mlp"}),
+        (Terminated(""), 0.2, {"mlp"}),
     ],
 )
 def test_only_an_interrupted_hang_counts_of_what_ends_in_good_order(
     error: BaseException | None, seconds: float, named: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr(marker.time, "monotonic", lambda: now)
+    monkeypatch.setattr(marker, "_HANG_SECONDS", 0.1)
     with contextlib.suppress(BaseException), marker.under_way("kernels", CPU):
-        now += 999
+        time.sleep(0.2)
         with marker.under_way("mlp", CPU):
-            now += seconds
+            time.sleep(seconds)
             if error:
                 raise error
     assert marker.ended(CPU) == named
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_faulthandler_is_as_it_was_after_a_probe(enabled: bool) -> None:
+    before = faulthandler.is_enabled()
+    faulthandler.enable() if enabled else faulthandler.disable()
+    with marker.under_way("mlp", CPU):
+        assert faulthandler.is_enabled()
+    assert faulthandler.is_enabled() is enabled
+    faulthandler.enable() if before else faulthandler.disable()
 
 
 @pytest.fixture

@@ -1,55 +1,61 @@
-"""Names what is being tried, in a file of the user's cache that stays if the process dies: the next start does without.
+"""Names what is being tried, in a file of the user's cache: if it crashes the process or hangs, the next start does
+without.
 
-A kernel may crash its process, or hang until the user or the power ends it. The process holds a lock on its file, which
-the system releases however it ends, so a file that nobody holds was left behind. It counts for the same kind of device
-with the same driver and versions; deleting it lets what it names be tried again.
+Python's `faulthandler` writes to the file when the process receives a fatal signal (a kernel that writes where it must
+not), and when one thing is tried for longer than _HANG_SECONDS. A process that was killed from outside leaves a file
+that has the name alone, which is no evidence against what it tried. The process holds a lock on its file, which the
+system releases however it ends, so a file that nobody holds was left behind. It counts for the same kind of device with
+the same driver and versions; deleting it lets what it names be tried again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import functools
 import hashlib
 import json
 import os
+import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from finetune.errors import Terminated
 from finetune.model import probes
 from finetune.runtime import environment
 from finetune.storage import private
 
-# Ctrl-C and SIGTERM end a hang only after this long; earlier, somebody has changed their mind. Compiling a kernel takes
-# a few seconds.
+# An interruption within this time is a change of mind, after it the end of a hang. Compiling a kernel takes a few
+# seconds.
 _HANG_SECONDS = 60.0
 
 
 @dataclass
 class _File:
-    """The file of this process, open and locked. `names`: what is under way, the innermost last; `written`: when it
-    was named, in seconds of the monotonic clock.
+    """The file of this process, open and locked: a line with the innermost of the `names` under way, and after it the
+    evidence that it crashed or hung.
     """
 
     descriptor: int
     path: Path
     names: list[str] = field(default_factory=list)
-    written: float = 0.0
-    stays: bool = False
 
     def write(self) -> None:
-        """Write the innermost name, so that it outlasts a loss of power."""
-        self.written = time.monotonic()
+        """Write the innermost name, so that it outlasts a loss of power, and watch how long it takes from here on."""
         with contextlib.suppress(OSError):
+            os.lseek(self.descriptor, 0, os.SEEK_SET)  # where faulthandler goes on to write, after the name
             os.ftruncate(self.descriptor, 0)
-            os.pwrite(self.descriptor, self.names[-1].encode(), 0)
+            os.write(self.descriptor, self.names[-1].encode() + b"\n")
             os.fsync(self.descriptor)
+        faulthandler.dump_traceback_later(_HANG_SECONDS, file=self.descriptor)
+
+    def accuses(self) -> bool:
+        """Whether there is evidence against what is under way."""
+        return os.fstat(self.descriptor).st_size > len(self.names[-1].encode()) + 1
 
 
 _file: _File | None = None
@@ -59,8 +65,8 @@ _file: _File | None = None
 def under_way(name: str, device: torch.device) -> Iterator[None]:
     """In the block, a file names what is tried on `device`; a block within another names a part of it.
 
-    It stays if the process ends in the block, if the block leaves a GPU that cannot be used any more, and if it is
-    interrupted after _HANG_SECONDS. Without a private cache, or locks, there is no file.
+    It stays as evidence if the process crashes in the block, if the block leaves a GPU that cannot be used any more,
+    and if it is interrupted after _HANG_SECONDS. Without a private cache, or locks, there is no file.
     """
     global _file
     probes.wait_for_gpu()  # what was queued before is not this one's
@@ -69,47 +75,60 @@ def under_way(name: str, device: torch.device) -> Iterator[None]:
     if file is None:
         yield
         return
+    elsewhere = faulthandler.is_enabled()
+    if outer is None:
+        faulthandler.enable(file.descriptor, all_threads=False)
     file.names.append(name)
     file.write()
+    stays = True  # unless it ends in good order, or is interrupted without evidence
     try:
         yield
         probes.wait_for_gpu()
-    except (KeyboardInterrupt, Terminated):
-        file.stays = file.stays or time.monotonic() - file.written > _HANG_SECONDS
-        raise
+        stays = False
     except Exception:
-        file.stays = file.stays or probes.gpu_failed()
+        if stays := probes.gpu_failed():
+            os.write(file.descriptor, b"the GPU failed\n")
         raise
     finally:
         _file = outer
-        if not file.stays:
+        if not stays or not file.accuses():
             file.names.pop()
             if outer:
                 file.write()
             else:
                 file.path.unlink(missing_ok=True)
         if outer is None:
+            faulthandler.cancel_dump_traceback_later()
+            if elsewhere and sys.__stderr__:
+                faulthandler.enable(sys.__stderr__)
+            else:
+                faulthandler.disable()
             os.close(file.descriptor)
 
 
 def left_behind(device: torch.device) -> dict[Path, str]:
-    """The files of processes that ended while they tried something on such a device, with its name."""
+    """The files of processes that crashed or hung while they tried something on such a device, with its name.
+
+    Removes those of processes that were killed from outside, which have no evidence.
+    """
     found: dict[Path, str] = {}
     for path in sorted(_folder().glob(f"{_key(device)}-*")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # raises where its process is alive
-                name = (private.read(path) or b"").decode()
+                name, _, evidence = (private.read(path) or b"").decode().partition("\n")
+                if evidence:
+                    found[path] = name
+                elif name:
+                    path.unlink()
             finally:
                 os.close(descriptor)
-            if name:
-                found[path] = name
     return found
 
 
 def ended(device: torch.device) -> frozenset[str]:
-    """The names of what was tried on such a device when a process ended."""
+    """The names of what was tried on such a device when a process crashed or hung."""
     return frozenset(left_behind(device).values())
 
 
