@@ -91,17 +91,13 @@ class Conversion(ExportRequest):
         """The labels of the rows' tokens; without any, every token counts for the loss."""
         return self.compared.labels or self.rows
 
-    def blueprint(self, quantization: QuantizationSection, dtype: torch.dtype) -> Blueprint:
-        """The base with another quantization than in training."""
-        architecture = copy.deepcopy(self.architecture)  # loading changes it
-        implementation = build.attention_of_exports(self.config, architecture, self.device.type)
-        return Blueprint(self.config.model, quantization, architecture, implementation, dtype)
-
     def base_logits(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The base's logits; zero for a base of random weights, which were not saved."""
+        """The unquantized base's logits; zero for a base of random weights, which were not saved."""
         if self.config.model.weights == "random":
             return [torch.zeros(len(row), 1) for row in self.rows]
-        base = self.blueprint(QuantizationSection(kind="none"), dtype).load(self.device)
+        architecture, plain = copy.deepcopy(self.architecture), QuantizationSection(kind="none")  # loading changes it
+        implementation = build.attention_of_exports(self.config, architecture, self.device.type)
+        base = Blueprint(self.config.model, plain, architecture, implementation, dtype).load(self.device)
         logits = proof.logits(base, self.rows, self.compared.shown)
         del base
         libraries.return_freed_memory()

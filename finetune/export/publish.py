@@ -99,30 +99,43 @@ def _converted(
     run: RunDirectory, config: Config, format: str, exporter: Exporter, kind: str, terminal: Terminal, *, rounded: bool
 ) -> dict[str, Any]:  # fmt: skip
     """Convert the trained model to a format, merging it first if need be; returns the proof."""
-    form = FORMATS[format]
+    form, note, device = FORMATS[format], note_beside_output, this_device()
     with _out_of_memory_explained(run, format):
-        job = _conversion(run, config, exporter, kind)
-        promised = (config.output.way, config.output.serve) == ("rounded", job.kind)
+        tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
+        base_identity = finished_run.base_of(run, config, note)
+        media = prepare.media_of(config, tokenizer)
+        job = Conversion(
+            run=run, config=config, tokenizer=tokenizer, device=device, kind=kind, base_identity=base_identity,
+            compared=prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, media),
+            load_merged=lambda dtype: finished_run.load_merged(run, config.model, device, dtype),
+        )  # fmt: skip
+        exporter.check(job)  # before anything is loaded or written
+        promised = (config.output.way, config.output.serve) == ("rounded", kind)
         rounded = rounded or (promised and exporter.forms is not None)
         of_codes = config.quantization.kind in (*serving.GGUF, "gguf") and form.merged and not rounded
         if of_codes and kind not in ("f16", "bf16"):
-            note_beside_output(
+            note(
                 f"the adapter was trained on a base in served codes, and is merged and rounded again to {kind}, which "
                 f"may undo much of what it learned; `finetune export {run.quoted} --to adapter` serves it beside that "
                 "base, where nothing is lost"
             )
 
         if form.merged and config.adapter.kind == "lora" and not run.is_merged:
-            merge_locked(run, config, terminal, note_beside_output)
+            merge_locked(run, config, terminal, note)
         if rounded and exporter.forms:
-            packed, facts = rounded_run.rounded(job, exporter.forms, note_beside_output)
+            packed, facts = rounded_run.rounded(job, exporter.forms, note)
             job = replace(job, packed=packed, rounded=facts)
-        beside = {"rounded": job.rounded} if job.rounded else {}
-        beside |= _merged_model(job) if form.merged else {}
+        beside: dict[str, Any] = {"rounded": job.rounded} if job.rounded else {}
+        # How far the merged model is from the trained one, if they have different bases. Earlier versions did not
+        # write the last two keys.
+        merged: dict[str, Any] = {**((run.kept("merged") if form.merged else None) or {})}
+        if merged.get("onto") == "16-bit" and {"to_trained", "served"} <= merged.keys():
+            trained_on = config.quantization.kind
+            beside["merged"] = {"trained_on": trained_on, **merged["served"], "gain_kept": merged.get("gain_kept")}
         record = staging.publish(
             run, config, run.path / form.folder,
             lambda folder: {"format": format, **exporter.make(job, folder), "rows_of": job.compared.name, **beside},
-            base_identity=job.base_identity, device=job.device, record_file="export.json", written_as=form.help,
+            base_identity=base_identity, device=device, record_file="export.json", written_as=form.help,
         )  # fmt: skip
     run.event("exported", format=format, error=record["error"], agreement=record["agreement"])
     terminal.exported(run.path / form.folder, record)
@@ -174,25 +187,6 @@ def _served_type(output: OutputSection) -> str:
     return output.serve if output.serve in gguf_types.TYPES and output.way != "adapter" else "f16"
 
 
-def _conversion(run: RunDirectory, config: Config, exporter: Exporter, kind: str) -> Conversion:
-    """The inputs of a conversion, checked before anything is loaded or written."""
-    note, device = note_beside_output, this_device()
-    tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
-    base_identity = finished_run.base_of(run, config, note)
-    media = prepare.media_of(config, tokenizer)
-    compared = prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, media)
-
-    def load_merged(dtype: Any) -> Any:
-        return finished_run.load_merged(run, config.model, device, dtype)
-
-    job = Conversion(
-        run=run, config=config, tokenizer=tokenizer, device=device, kind=kind, compared=compared,
-        base_identity=base_identity, load_merged=load_merged,
-    )  # fmt: skip
-    exporter.check(job)
-    return job
-
-
 def check_served(run: RunDirectory, config: Config, tokenizer: Any, learns: str) -> None:
     """Raise ConfigError, before training, if the export of what `output.serve` says would be refused.
 
@@ -220,13 +214,3 @@ def rounding_bytes(config: Config, device_type: str) -> int | None:
     if not (exporter and exporter.forms):
         return None
     return rounded_run.planned_bytes(config, exporter.forms, device_type)
-
-
-def _merged_model(job: Conversion) -> dict[str, Any]:
-    """The key `merged` of a record: how far the merged model is from the trained one, if they have different bases."""
-    proof: dict[str, Any] = {**(job.run.kept("merged") or {})}
-    # Earlier versions did not write these.
-    if proof.get("onto") != "16-bit" or not {"to_trained", "served"} <= proof.keys():
-        return {}
-    kind = job.config.quantization.kind
-    return {"merged": {"trained_on": kind, **proof["served"], "gain_kept": proof.get("gain_kept")}}
