@@ -32,6 +32,7 @@ from finetune.export.merging.updates import base_name
 from finetune.model.adapters import adapter, adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
+from finetune.model.skeleton import make_buffers
 from finetune.model.source import identity
 from finetune.model.source.locate import BUILTIN_BASE, locate
 from finetune.model.structure import eight_bit
@@ -286,7 +287,8 @@ def test_the_effect_of_rounding_is_that_of_all_weights_which_a_merge_rounds(tiny
     rows = torch.randint(3, 120, (4, 48), generator=torch.Generator().manual_seed(0)).tolist()
     (written := tmp_path / "written").mkdir()
     merged_files.write_weights(found, written)
-    bases.make_buffers()
+    for model in (bases.bare, bases.adapted.get_base_model()):
+        make_buffers(model, CPU)
     proven = merge._measured(bases, found, rows, written)
     assert proven.error == pytest.approx(proven.bound / proof.MEASURED, rel=0.1), "the error is the effect of rounding"
 

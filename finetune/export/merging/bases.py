@@ -73,11 +73,17 @@ class Bases:
         # Trained embeddings or head are separate tensors.
         tied = self.bare.all_tied_weights_keys.items()
         self.untied = sorted({name for pair in tied if self.updates.replaced.keys() & {*pair} for name in pair})
-        self.merged_architecture = self._merged_architecture()
 
-    def named(self, onto: Onto) -> str:
-        """The name of a base for messages."""
-        return f"the dequantized {self.config.quantization.kind} base" if onto == "quantized" else "the 16-bit base"
+        self.merged_architecture = deepcopy(self.architecture)
+        self.merged_architecture.dtype = self.dtype
+        for part in (self.merged_architecture, self.merged_architecture.get_text_config()):
+            vars(part).pop("quantization_config", None)
+        self.merged_architecture.architectures = self.architecture.architectures or [type(self.bare).__name__]
+        # The KV cache was off for training, but is needed for generation.
+        self.merged_architecture.use_cache = True
+        if self.untied:
+            text = self.merged_architecture.get_text_config()
+            self.merged_architecture.tie_word_embeddings = text.tie_word_embeddings = False
 
     def merging(self, onto: Onto) -> Merging:
         """A merge onto that base."""
@@ -87,17 +93,6 @@ class Bases:
 
         quantized = self._weightless(self.architecture, self.config.quantization)
         return Merging(self, quantizers.roundings(quantized))
-
-    def make_buffers(self) -> None:
-        """Make the buffers that the models need to run."""
-        make_buffers(self.bare, self.device)
-        make_buffers(self.adapted.get_base_model(), self.device)
-
-    def compute_in_float32(self) -> None:
-        """Switch the models to float32; the written weights keep their type."""
-        self.compute_dtype = torch.float32
-        self.bare.float()
-        self.adapted.float()
 
     def run(self, model: Any, fetch: Callable[[str], torch.Tensor | None], rows: list[list[int]]) -> proof.Streamed:
         """Logits of a model whose weights `fetch` reads."""
@@ -121,18 +116,6 @@ class Bases:
         implementation = build.attention_of_exports(config, architecture, self.device.type)
         quantization = quantization or QuantizationSection(kind="none")
         return Blueprint(config.model, quantization, architecture, implementation, self.dtype).weightless()
-
-    def _merged_architecture(self) -> Any:
-        architecture = deepcopy(self.architecture)
-        architecture.dtype = self.dtype
-        for part in (architecture, architecture.get_text_config()):
-            vars(part).pop("quantization_config", None)
-        architecture.architectures = architecture.architectures or [type(self.bare).__name__]
-        # The KV cache was off for training, but is needed for generation.
-        architecture.use_cache = True
-        if self.untied:
-            architecture.tie_word_embeddings = architecture.get_text_config().tie_word_embeddings = False
-        return architecture
 
 
 @dataclass

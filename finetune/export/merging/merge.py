@@ -12,7 +12,7 @@ that differs from base plus adapter by more than rounding explains is never publ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from finetune.export.export_formats import FORMATS
 from finetune.export.merging import merged_files
 from finetune.export.merging.bases import ONTO, Bases, Merging, Onto
 from finetune.model.base import load_architecture
+from finetune.model.skeleton import make_buffers
 from finetune.model.source import file_hashes, identity, prequantized
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import sequence_head
@@ -61,6 +62,7 @@ def merge(
     base_identity = finished_run.base_of(run, config, note)
     longest = max([proof.ROW_TOKENS, *map(len, compared.ids)])
     bases = Bases(config, run.adapter, identity.loaded_files(folder), device, compared.shown, longest)
+    onto_base = "the 16-bit base" if chosen == "16-bit" else f"the dequantized {config.quantization.kind} base"
     made_from = {
         "onto": chosen, "base": base_identity, "dtype": str(bases.dtype),
         "adapter": file_hashes.sha256(run.adapter / "adapter_model.safetensors"),
@@ -73,7 +75,7 @@ def merge(
         return {
             "format": "merged",
             "onto": chosen,
-            "compared_with": f"{bases.named(chosen)} with the adapter",
+            "compared_with": f"{onto_base} with the adapter",
             "rows_of": compared.name,
             **_prove(bases, chosen, compared, written),
         }
@@ -107,47 +109,27 @@ def _chosen(config: Config, onto: str | None) -> Onto:
     return "quantized" if onto == "quantized" else "16-bit"
 
 
-@dataclass
-class _Runs:
-    """The models of a proof: the merged model as `written`, and the base of its `merging`, `adapted` and bare.
-
-    `trained` is the base as it was trained on, with the adapter: `adapted` itself if that was merged into. `other` is a
-    merge onto the other base, by the name of that, for a run whose base was quantized.
-    """
-
-    merging: Merging
-    written: proof.Streamed
-    adapted: proof.Streamed
-    base: proof.Streamed
-    trained: proof.Streamed
-    other: dict[Onto, proof.Streamed]
-
-    @classmethod
-    def of(cls, bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path) -> _Runs:
-        written, merging = bases.run_of_files(folder, rows), bases.merging(chosen)
-        adapted = trained = bases.run(bases.adapted, merging.adapted, rows)
-        base = bases.run(bases.bare, merging.base, rows)
-        if not bases.requantized:
-            return cls(merging, written, adapted, base, trained, {})
-        name: Onto = "16-bit" if chosen == "quantized" else "quantized"
-        onto_other = bases.merging(name)
-        other = bases.run(bases.bare, onto_other.merged, rows)
-        if name == "quantized":
-            trained = bases.run(bases.adapted, onto_other.adapted, rows)
-        return cls(merging, written, adapted, base, trained, {name: other})
-
-
 def _prove(bases: Bases, chosen: Onto, compared: data_prepare.ComparedRows, folder: Path) -> dict[str, Any]:
     """The proof of the model in `folder`; for a quantized base, also how both merges compare with the trained model."""
-    bases.make_buffers()
-    rows = compared.ids
-    runs = _Runs.of(bases, chosen, rows, folder)
+    make_buffers(bases.bare, bases.device)
+    make_buffers(bases.adapted.get_base_model(), bases.device)
+    rows, merging = compared.ids, bases.merging(chosen)
+    written = bases.run_of_files(folder, rows)
+    adapted, base = bases.run(bases.adapted, merging.adapted, rows), bases.run(bases.bare, merging.base, rows)
+    # The base as it was trained on, with the adapter; and the merge onto the other base, by that base's name.
+    trained, others = adapted, dict[Onto, proof.Streamed]()
+    if bases.requantized:
+        name: Onto = "16-bit" if chosen == "quantized" else "quantized"
+        onto_other = bases.merging(name)
+        others[name] = bases.run(bases.bare, onto_other.merged, rows)
+        if name == "quantized":
+            trained = bases.run(bases.adapted, onto_other.adapted, rows)
     comparison = proof.LogitComparison(mixture=bases.mixture)
-    likeness = {onto: proof.Likeness() for onto in (chosen, *runs.other, "trained", "base")}
+    likeness = {onto: proof.Likeness() for onto in (chosen, *others, "trained", "base")}
 
     def compare(row: int) -> None:
-        merged, truth, before = runs.written.logits(row), runs.trained.logits(row), runs.base.logits(row)
-        after = truth if runs.trained is runs.adapted else runs.adapted.logits(row)
+        merged, truth, before = written.logits(row), trained.logits(row), base.logits(row)
+        after = truth if trained is adapted else adapted.logits(row)
         comparison.add(merged, after, before)
         if sequence_head.is_classifier(bases.bare):  # its scores do not predict tokens
             return
@@ -155,24 +137,24 @@ def _prove(bases: Bases, chosen: Onto, compared: data_prepare.ComparedRows, fold
         for onto, logits in ((chosen, merged), ("trained", truth), ("base", before)):
             likeness[onto].add(truth, logits, following)
         del merged, before, after, logits
-        for onto, other in runs.other.items():
+        for onto, other in others.items():
             likeness[onto].add(truth, other.logits(row), following)
 
     for row in _freeing_memory(rows):
         compare(row)
     result = comparison.result(proof.bound(bases.layers, proof.ROUNDOFF[bases.dtype]))
     if not result.error <= result.bound:
-        result = _measured(bases, runs.merging, rows, folder)
+        result = _measured(bases, merging, rows, folder)
     proof.refuse_unless_equal(
         result, "merged model", compared_with="base plus adapter", changed_by="the adapter",
         otherwise="; use the adapter with its base instead",
     )  # fmt: skip
     record: dict[str, Any] = {**asdict(result), "computed_in": str(bases.compute_dtype).removeprefix("torch.")}
     if sequence_head.is_classifier(bases.bare):
-        _refuse_other_scores(runs.written, bases.merged_architecture.get_text_config().pad_token_id, len(rows))
+        _refuse_other_scores(written, bases.merged_architecture.get_text_config().pad_token_id, len(rows))
         return record
     measured = {onto: each.result() for onto, each in likeness.items()}
-    if runs.other:
+    if others:
         record["to_trained"] = {onto: {key: measured[onto][key] for key in ("kl", "agreement")} for onto in ONTO}
     record["served"] = measured[chosen]
     return record | (proof.gain(likeness, chosen) if compared.name == data_prepare.HELD_OUT else {})
@@ -205,7 +187,9 @@ def _freeing_memory(rows: list[list[int]]) -> Iterator[int]:
 
 def _measured(bases: Bases, merging: Merging, rows: list[list[int]], folder: Path) -> proof.Proof:
     """The proof in float32, with the bound that the measured effect of rounding gives; see `proof`."""
-    bases.compute_in_float32()
+    bases.compute_dtype = torch.float32  # the written weights keep their type
+    bases.bare.float()
+    bases.adapted.float()
     written = bases.run_of_files(folder, rows)
     adapted, rounded = (bases.run(bases.adapted, fetch, rows) for fetch in (merging.adapted, merging.rounded_at_random))
     base = bases.run(bases.bare, merging.base, rows)
