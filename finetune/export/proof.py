@@ -206,23 +206,18 @@ class LogitComparison:
 
     def add(self, merged: torch.Tensor, adapted: torch.Tensor, base: torch.Tensor) -> None:
         """One row's logits, each (tokens, vocabulary)."""
-        for part in zip(*(each.split(_TOKENS) for each in (merged, adapted, base)), strict=True):
-            self._add(*part)
+        for some in zip(*(each.split(_TOKENS) for each in (merged, adapted, base)), strict=True):
+            written, trained, before = some
+            change = (before - trained).double()
+            part = [
+                (written - trained).double().square().sum(-1),
+                trained.double().square().sum(-1),
+                change.square().sum(-1),
+                ((before - written).double() * change).sum(-1),
+                (written.argmax(-1) == trained.argmax(-1)).double(),
+            ]
+            self._parts.append(torch.stack(part))
         self._count += 1
-
-    def _add(self, merged: torch.Tensor, adapted: torch.Tensor, base: torch.Tensor) -> None:
-        change = (base - adapted).double()
-        self._parts.append(
-            torch.stack(
-                [
-                    (merged - adapted).double().square().sum(-1),
-                    adapted.double().square().sum(-1),
-                    change.square().sum(-1),
-                    ((base - merged).double() * change).sum(-1),
-                    (merged.argmax(-1) == adapted.argmax(-1)).double(),
-                ]
-            )
-        )
 
     def result(self, bound: float) -> Proof:
         """The proof over all rows."""
@@ -309,10 +304,6 @@ class Likeness:
         tokens = torch.cat(self._tokens, dim=1)
         kl, same = tokens.mean(dim=1).tolist()
         return {"kl": max(kl, 0.0), "kl_max": max(float(tokens[0].max()), 0.0), "agreement": same}
-
-    def kl(self) -> float:
-        """The mean divergence over all rows."""
-        return max(float(torch.cat(self._tokens, dim=1)[0].mean()), 0.0)
 
 
 LEAST_GAIN = 0.9
