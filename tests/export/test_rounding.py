@@ -168,8 +168,8 @@ def test_inputs_are_summed_where_a_weight_is_multiplied() -> None:
     source = found.source(("two", 0))  # the same place in memory: the last name counts
     assert source is not None
     assert found.source(("experts", 0)) is None
-    assert torch.allclose(found.sum(source), whole.T @ whole, atol=1e-5)
-    assert torch.allclose(found.sum(("experts", 1)), y.T @ y, atol=1e-5)
+    assert torch.allclose(found.sums[source], whole.T @ whole, atol=1e-5)
+    assert torch.allclose(found.sums["experts", 1], y.T @ y, atol=1e-5)
     assert found.tokens == {("two", 0): 20, ("experts", 1): 7}
 
 

@@ -28,8 +28,13 @@ def compensated(codec: Codec, weight: torch.Tensor, hessian: torch.Tensor) -> tu
 
     A column that no input had is rounded by itself.
     """
-    damped = _damped(hessian)
-    importance = damped.diagonal().clone()
+    # `DAMPING` of the mean is added to the diagonal, which is that mean where no input had a column.
+    damped = hessian.clone()
+    diagonal = damped.diagonal()
+    mean = diagonal.mean()
+    diagonal[diagonal == 0] = mean if mean > 0 else 1.0
+    diagonal += DAMPING * mean
+    importance = diagonal.clone()
     factor = _inverse_factor(damped)
     search = _FieldSearch(codec, weight, importance)
     weight, codes = weight.clone(), torch.empty_like(weight, dtype=torch.uint8)
@@ -78,16 +83,6 @@ class _FieldSearch:
         if self._whole is not None:
             return self._whole
         return {name: torch.cat([fields[name] for fields in self._found], dim=1) for name in self._found[0]}
-
-
-def _damped(hessian: torch.Tensor) -> torch.Tensor:
-    """A copy with `DAMPING` of the mean on the diagonal, and that mean where no input had a column."""
-    hessian = hessian.clone()
-    diagonal = hessian.diagonal()
-    mean = diagonal.mean()
-    diagonal[diagonal == 0] = mean if mean > 0 else 1.0
-    diagonal += DAMPING * mean
-    return hessian
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:

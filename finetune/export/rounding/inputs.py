@@ -32,7 +32,8 @@ class InputSums(TorchFunctionMode):
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.tokens: dict[Key, int] = {}
-        self._sums: dict[Key, torch.Tensor] = {}
+        self.sums: dict[Key, torch.Tensor] = {}
+        """By the keys that `source` returns."""
         self._shared: dict[Key, Key] = {}
         self._keys: dict[int, Key] = {}
         for name, weight in weights.items():
@@ -49,11 +50,7 @@ class InputSums(TorchFunctionMode):
     def source(self, key: Key) -> Key | None:
         """The key of the sum for a weight, which others may share; None if it had no input."""
         source = self._shared.get(key, key)
-        return source if source in self._sums else None
-
-    def sum(self, source: Key) -> torch.Tensor:
-        """The sum of a `source`."""
-        return self._sums[source]
+        return source if source in self.sums else None
 
     def add(self, key: Key, x: torch.Tensor) -> None:
         """Add an input (..., columns) of a weight."""
@@ -63,10 +60,10 @@ class InputSums(TorchFunctionMode):
             return
         self._last = x, key
         rows = x.flatten(0, -2).float()
-        if key in self._sums:
-            self._sums[key].addmm_(rows.T, rows)
+        if key in self.sums:
+            self.sums[key].addmm_(rows.T, rows)
         else:
-            self._sums[key] = rows.T @ rows
+            self.sums[key] = rows.T @ rows
 
     def release(self) -> None:
         """Forget the last input."""

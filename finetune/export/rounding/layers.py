@@ -65,7 +65,7 @@ class LayerRounding:
             stack.enter_context(libraries.without_cudnn_attention())
             for layer, part in zip(checkpointing.layers(self.model), layers, strict=True):
                 if part.forms:
-                    forward = _Layer(self, layer, part, started).forward
+                    forward = _rounding_forward(self, layer, part, started)
                     stack.enter_context(patches.MODULE_FORWARD.by(forward, layer))
             stack.enter_context(streamed.running(self.model, fetch, self.device))
             output = self.model.base_model(input_ids=self.rows, use_cache=False)
@@ -91,49 +91,47 @@ class LayerRounding:
         return {name: count for part in self.parts[1:] for name, count in self.kept.plain(part).items()}
 
 
-@dataclasses.dataclass
-class _Layer:
+def _rounding_forward(
+    rounding: LayerRounding, layer: Any, part: RoundedPart, started: Callable[[RoundedPart], None]
+) -> Callable[..., Any]:
     """Another forward pass of a decoder layer, which rounds it before it computes."""
+    kept, computed, (count, tokens) = rounding.kept, layer.forward, rounding.rows.shape
+    path = next(path for path, module in rounding.model.named_modules() if module is layer)
+    own = {name: name.removeprefix(f"{path}.") for name in part.forms}
 
-    rounding: LayerRounding
-    layer: Any
-    part: RoundedPart
-    started: Callable[[RoundedPart], None]
-
-    def __post_init__(self) -> None:
-        self._computed = self.layer.forward
-        path = next(path for path, module in self.rounding.model.named_modules() if module is self.layer)
-        self._own = {name: name.removeprefix(f"{path}.") for name in self.part.forms}
-
-    def forward(self, *arguments: Any, **named: Any) -> Any:
-        kept = self.rounding.kept
-        if not kept.has(self.part):
-            self.started(self.part)
-            self._round(arguments, named)
-        for name, one in kept.read(self.part).items():
-            parameter, how = self.layer.get_parameter(self._own[name]), packed.known_packing(one)
-            how = dataclasses.replace(how, scales=how.scales.to(parameter.device))
-            parameter.data = how.decoded(one.data.to(parameter.device), parameter.dtype)
-        return _joined(self._in_parts(arguments, named), len(self.rounding.rows))
-
-    def _round(self, arguments: Any, named: Any) -> None:
-        kept = self.rounding.kept
-        weights = {name: self.layer.get_parameter(own).data for name, own in self._own.items()}
-        inputs = InputSums(weights)
-        with inputs:
-            for _ in self._in_parts(arguments, named):
-                pass
-        inputs.release()
-        rows_first = {name: one.mT if name in kept.transposed else one for name, one in weights.items()}
-        kept.write(self.part, rounded(self.part.forms, rows_first, inputs))
-
-    def _in_parts(self, arguments: Any, named: Any) -> Iterator[tuple[slice, Any]]:
-        """Which rows, and what the layer computes of them."""
-        count, tokens = self.rounding.rows.shape
+    def in_parts(arguments: Any, named: Any) -> Iterator[tuple[slice, Any]]:
+        """Which rows, and what the layer computes of them: a tensor, or a tuple that begins with one."""
         each = max(TOKENS_AT_ONCE // tokens, 1)
         for start in range(0, count, each):
             rows = slice(start, start + each)
-            yield rows, self._computed(*_of_rows(arguments, rows, count), **_of_rows(named, rows, count))
+            yield rows, computed(*_of_rows(arguments, rows, count), **_of_rows(named, rows, count))
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        if not kept.has(part):
+            started(part)
+            weights = {name: layer.get_parameter(own[name]).data for name in own}
+            inputs = InputSums(weights)
+            with inputs:
+                for _ in in_parts(arguments, named):
+                    pass
+            inputs.release()
+            rows_first = {name: one.mT if name in kept.transposed else one for name, one in weights.items()}
+            kept.write(part, rounded(part.forms, rows_first, inputs))
+            del weights, inputs, rows_first
+
+        for name, one in kept.read(part).items():
+            parameter, how = layer.get_parameter(own[name]), packed.known_packing(one)
+            how = dataclasses.replace(how, scales=how.scales.to(parameter.device))
+            parameter.data = how.decoded(one.data.to(parameter.device), parameter.dtype)
+        whole: torch.Tensor | None = None
+        for rows, output in in_parts(arguments, named):
+            first = output[0] if isinstance(output, tuple) else output
+            if whole is None:
+                whole = first.new_empty(count, *first.shape[1:])
+            whole[rows] = first
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    return forward
 
 
 def _of_rows(value: Any, rows: slice, count: int) -> Any:
@@ -143,14 +141,3 @@ def _of_rows(value: Any, rows: slice, count: int) -> Any:
     if isinstance(value, dict):
         return {key: _of_rows(one, rows, count) for key, one in value.items()}
     return type(value)(_of_rows(one, rows, count) for one in value) if type(value) in (tuple, list) else value
-
-
-def _joined(parts: Iterator[tuple[slice, Any]], count: int) -> Any:
-    """What a layer computes of all rows: a tensor, or a tuple that begins with one."""
-    whole: torch.Tensor | None = None
-    for rows, output in parts:
-        first = output[0] if isinstance(output, tuple) else output
-        if whole is None:
-            whole = first.new_empty(count, *first.shape[1:])
-        whole[rows] = first
-    return (whole, *output[1:]) if isinstance(output, tuple) else whole

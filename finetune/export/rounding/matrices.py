@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,58 +37,45 @@ def rounded(
     A matrix that `inputs` saw too few tokens of, or of a form without a grid, is rounded by itself. Raises
     ArtifactError for inputs that are not finite.
     """
+    # Matrices with both inputs and form in common are rounded as one, unless a block of several rows would reach from
+    # one into another.
+    inputs = InputSums({}) if inputs is None else inputs
+    together: dict[tuple[Key, str, str], list[Key]] = {}
+    for name, weight in weights.items():
+        apart = name if weight.shape[-2] % FORMS[forms[name]].codec.blocks.rows else ""
+        for key in _keys(name, weight):
+            if source := inputs.source(key):
+                together.setdefault((source, forms[name], apart), []).append(key)
+
     made: dict[Key, BytesAndScales] = {}
     corrected = set[Key]()
-    for (source, form, _), keys in _together(forms, weights, inputs).items():
-        assert inputs is not None
+    for (source, form, _), keys in together.items():
         matrices = {key: _matrix(weights, key) for key in keys}
         columns = matrices[keys[0]].shape[-1]
         seen = min(inputs.tokens[key] for key in keys)
         codec, joined = FORMS[form].codec, torch.cat([*matrices.values()])
         if seen >= TOKENS_PER_COLUMN * columns and columns % codec.blocks.columns == 0:
-            hessian = inputs.sum(source)
+            hessian = inputs.sums[source]
             if not hessian.diagonal().isfinite().all():
                 raise ArtifactError(f"the inputs of `{keys[0][0]}` are not finite in the training rows; train again")
-            made |= _apart(matrices, codec.pack(*compensated(codec, joined.float(), hessian)))
+            stored = codec.pack(*compensated(codec, joined.float(), hessian))
             corrected.update(keys)
         else:
-            made |= _apart(matrices, _by_itself(form, joined))
-    return {name: _collected(name, forms[name], weight, made, corrected) for name, weight in weights.items()}
+            stored = _by_itself(form, joined)
+        # Each of the matrices gets its rows of the bytes and scales.
+        sizes = [len(matrix) for matrix in matrices.values()]
+        parts = (part.cpu().split([size * len(part) // sum(sizes) for size in sizes]) for part in stored)
+        made |= dict(zip(matrices, zip(*parts, strict=True), strict=True))
 
-
-def _together(
-    forms: Mapping[str, str], weights: Mapping[str, torch.Tensor], inputs: InputSums | None
-) -> dict[tuple[Key, str, str], list[Key]]:
-    """The matrices by inputs and form: those with both in common are rounded as one, unless a block of several rows
-    would reach from one into another.
-    """
-    groups: dict[tuple[Key, str, str], list[Key]] = {}
+    found = {}
     for name, weight in weights.items():
-        form, rows = forms[name], weight.shape[-2]
-        if inputs is None:
-            continue
-        for key in _keys(name, weight):
-            if source := inputs.source(key):
-                groups.setdefault((source, form, name if rows % FORMS[form].codec.blocks.rows else ""), []).append(key)
-    return groups
-
-
-def _apart(matrices: Mapping[Key, torch.Tensor], stored: BytesAndScales) -> dict[Key, BytesAndScales]:
-    """The bytes and scales of each of the `matrices` that were rounded as one."""
-    sizes = [len(matrix) for matrix in matrices.values()]
-    parts = (part.cpu().split([size * len(part) // sum(sizes) for size in sizes]) for part in stored)
-    return dict(zip(matrices, zip(*parts, strict=True), strict=True))
-
-
-def _collected(
-    name: str, form: str, weight: torch.Tensor, made: Mapping[Key, BytesAndScales], corrected: Set[Key]
-) -> RoundedWeight:
-    keys = list(_keys(name, weight))
-    parts = [made[key] if key in made else _by_itself(form, _matrix({name: weight}, key)) for key in keys]
-    codes, scales = (torch.stack(each) for each in zip(*parts, strict=True))
-    if weight.dim() == 2:
-        codes, scales = codes[0], scales[0]
-    return RoundedWeight(codes, scales, torch.tensor([key in corrected for key in keys]))
+        keys = list(_keys(name, weight))
+        of_each = [made[key] if key in made else _by_itself(forms[name], _matrix(weights, key)) for key in keys]
+        codes, scales = (torch.stack(each) for each in zip(*of_each, strict=True))
+        if weight.dim() == 2:
+            codes, scales = codes[0], scales[0]
+        found[name] = RoundedWeight(codes, scales, torch.tensor([key in corrected for key in keys]))
+    return found
 
 
 def _by_itself(form: str, matrix: torch.Tensor) -> BytesAndScales:
