@@ -14,6 +14,7 @@ as vLLM reads them (`server_experts`), with a rank of their own.
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -314,8 +315,11 @@ def served_names(base: Any, groups: list[streamed.ConversionGroup]) -> dict[str,
         # The names are the same, or the files are of a model without its head: every program adds the prefix to those.
         return {target: source and target for target, source in alone.items()}
     kind = base.config.model_type  # that of the composite model, if the class is for the whole
-    alike = {target for target, source in alone.items() if source and server_names.alike(target, source, kind)}
-    return {target: target if target in alike else source for target, source in alone.items()}
+    module_of = functools.partial(server_names.of_module, model_type=kind)
+    return {
+        target: target if source and module_of(target) == module_of(source) else source
+        for target, source in alone.items()
+    }
 
 
 def _files(model: ModelSection) -> list[Path]:

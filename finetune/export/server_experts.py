@@ -41,7 +41,17 @@ class Experts:
             if isinstance(layer, ParamWrapper):
                 path = ".".join(part for part in name.split(".") if part != "base_layer")
                 parameter = f"{path}.{layer.parameter_name}"
-                self._pairs[name] = _trained(parameter, layer)
+                # PEFT 0.21 takes the sides of most models' weights for those of all.
+                transposed = getattr(layer.get_base_layer(), "is_transposed", None)
+                if transposed is not (not layer._did_swap_in_out_features):  # noqa: SLF001
+                    raise ConfigError(
+                        f"PEFT confuses the sides of `{parameter}`, which vLLM would not; export `merged` instead"
+                    )
+                down, up = (matrix["default"].weight.detach().float().cpu() for matrix in (layer.lora_A, layer.lora_B))
+                self._pairs[name] = (
+                    down.reshape(layer.num_experts, -1, down.shape[1]),
+                    up.reshape(up.shape[0], -1, layer.num_experts).permute(2, 0, 1) * layer.scaling["default"],
+                )
                 self._names[name] = _names(parameter, sources[parameter], model_type)
         self.rank = max((down.shape[1] for down, _ in self._pairs.values()), default=0)
 
@@ -55,13 +65,25 @@ class Experts:
 
     def tensors(self) -> dict[str, Pair]:
         """The pairs of matrices that vLLM reads, by their names for it."""
-        return {
-            name: pair for layer, names in self._names.items() for name, pair in _divided(self._pairs[layer], names)
-        }
+        found: dict[str, Pair] = {}
+        for layer, names in self._names.items():
+            down, up = self._pairs[layer]
+            if len(names[0]) < len(down):
+                found[names[0][0]] = _as_in_peft(down, up)
+                continue
+            for rows, of_part in zip(up.chunk(len(names), dim=1), names, strict=True):
+                for expert, name in enumerate(of_part):
+                    found[name] = down[expert].clone(), rows[expert].contiguous()
+        return found
 
     def joined(self, layer: str, stored: Mapping[str, Pair]) -> Pair:
-        """PEFT's matrices of a layer from those that were written for vLLM."""
-        return _joined(stored, self._names[layer])
+        """PEFT's matrices of a layer from those that were written for vLLM; the inverse of `tensors`."""
+        names = self._names[layer]
+        if len(names[0]) == 1:
+            return stored[names[0][0]]
+        down = torch.stack([stored[name][0] for name in names[0]])
+        parts = [torch.stack([stored[name][1] for name in part]) for part in names]
+        return _as_in_peft(down, torch.cat(parts, dim=1))
 
 
 def _names(parameter: str, group: ConversionGroup, model_type: str) -> list[list[str]]:
@@ -84,37 +106,6 @@ def _names(parameter: str, group: ConversionGroup, model_type: str) -> list[list
     ]
 
 
-def _trained(parameter: str, layer: Any) -> Pair:
-    """The pair of a layer on `parameter`, in float32."""
-    module = layer.get_base_layer()
-    # PEFT 0.21 takes the sides of most models' weights for those of all.
-    if getattr(module, "is_transposed", None) is not (not layer._did_swap_in_out_features):  # noqa: SLF001
-        raise ConfigError(f"PEFT confuses the sides of `{parameter}`, which vLLM would not; export `merged` instead")
-    down, up = (matrix["default"].weight.detach().float().cpu() for matrix in (layer.lora_A, layer.lora_B))
-    return (
-        down.reshape(layer.num_experts, -1, down.shape[1]),
-        up.reshape(up.shape[0], -1, layer.num_experts).permute(2, 0, 1) * layer.scaling["default"],
-    )
-
-
 def _as_in_peft(down: torch.Tensor, up: torch.Tensor) -> Pair:
     """A (E r, in) and B (out, r E)."""
     return down.flatten(0, 1).contiguous(), up.permute(1, 2, 0).flatten(1).contiguous()
-
-
-def _divided(pair: Pair, names: list[list[str]]) -> Iterable[tuple[str, Pair]]:
-    """The pairs by their names; the inverse of `_joined`."""
-    down, up = pair
-    if len(names[0]) < len(down):
-        yield names[0][0], _as_in_peft(down, up)
-        return
-    for rows, of_part in zip(up.chunk(len(names), dim=1), names, strict=True):
-        for expert, name in enumerate(of_part):
-            yield name, (down[expert].clone(), rows[expert].contiguous())
-
-
-def _joined(stored: Mapping[str, Pair], names: list[list[str]]) -> Pair:
-    if len(names[0]) == 1:
-        return stored[names[0][0]]
-    down = torch.stack([stored[name][0] for name in names[0]])
-    return _as_in_peft(down, torch.cat([torch.stack([stored[name][1] for name in part]) for part in names], dim=1))

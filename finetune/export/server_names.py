@@ -37,11 +37,6 @@ def of_module(name: str, model_type: str) -> str:
     return name
 
 
-def alike(name: str, other: str, model_type: str) -> bool:
-    """Whether vLLM's class for `model_type` takes both names for the same module."""
-    return of_module(name, model_type) == of_module(other, model_type)
-
-
 def served(adapted: Iterable[str], files: Iterable[str], model_type: str) -> int:
     """Count the layers `adapted` that a server finds by name. Raises ConfigError unless it finds all of them."""
     adapted = list(adapted)
