@@ -63,7 +63,15 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     trained, dtype = proof.logits(model, job.rows, job.compared.shown), model.dtype
     weights = job.packed or RoundedWeights(job.run.merged, model.config, job.kind)
     written = write(job.run.merged, folder, model.config, job.kind, weights)
-    differing = _put(model, written, job.packed)
+    differing = 0
+    for name, weight in model.named_parameters():
+        decoded = written[name].to(weight.device)
+        if name in job.packed:
+            wrong = int((decoded != packed.exact(job.packed[name]).to(weight.device)).sum())
+            if wrong:
+                raise ArtifactError(f"{wrong:,} values of `{name}` are not as they were rounded. Nothing was published")
+        differing += int((decoded != weight.data).sum())
+        weight.data.copy_(decoded)
     logits, base = proof.logits(model, job.rows, job.compared.shown), job.base_logits(dtype)
     result = job.compare(f"model in {job.kind}", model, logits, trained, base, FORMS[job.kind].roundoff)
     return {
@@ -74,21 +82,6 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         "known_differences": [ACTIVATIONS] if job.kind == "fp8" else [],
         "not_proven": ["vLLM and SGLang were not run"],
     }
-
-
-def _put(model: Any, written: Written, given: Mapping[str, nn.Parameter]) -> int:
-    """Put the weights of written files into `model`; returns how many of them differ from its own.
-
-    Raises ArtifactError if one is not as it was `given` packed.
-    """
-    differing = 0
-    for name, weight in model.named_parameters():
-        decoded = written[name].to(weight.device)
-        if name in given and (count := int((decoded != packed.exact(given[name]).to(weight.device)).sum())):
-            raise ArtifactError(f"{count:,} values of `{name}` are not as they were rounded. Nothing was published")
-        differing += int((decoded != weight.data).sum())
-        weight.data.copy_(decoded)
-    return differing
 
 
 class RoundedWeights(Mapping[str, nn.Parameter]):
@@ -104,8 +97,7 @@ class RoundedWeights(Mapping[str, nn.Parameter]):
     def __getitem__(self, name: str) -> nn.Parameter:
         together: tuple[str, ...] = (name,)
         if FORMS[self._form].codec.of_whole:
-            names = next(iter(together_of(name)), [name])
-            together = tuple(each for each in names if each in self._names)
+            together = tuple(each for each in _together_of(name) if each in self._names)
         if self._last is None or self._last[0] != together:
             weight = torch.cat([self._weights[each] for each in together])
             self._last = together, packed.pack(self._form, weight, transposed=name in self._transposed)
@@ -126,12 +118,13 @@ class RoundedWeights(Mapping[str, nn.Parameter]):
         return len(self._names)
 
 
-def together_of(name: str) -> Iterator[list[str]]:
+def _together_of(name: str) -> list[str]:
     """The names of weights that vLLM joins with this one, it among them."""
     for parts in _TOGETHER:
         for part in parts:
             if f".{part}." in name:
-                yield [name.replace(f".{part}.", f".{each}.") for each in parts]
+                return [name.replace(f".{part}.", f".{each}.") for each in parts]
+    return [name]
 
 
 def rounded_names(model: Any, form: str) -> list[str]:
@@ -295,16 +288,15 @@ class _FilePlan:
 
     def _check_factors(self) -> None:
         for name in self._names:
-            for names in together_of(name):
-                known = [each for each in names if each in self._names]
-                packings = [packed.known_packing(self._weights[each]) for each in known]
-                factors = [how.scales[0, : self._codec.blocks.row_scales] for how in packings]
-                if name == known[0] and any(not torch.equal(each, factors[0]) for each in factors):
-                    listed = ", ".join(f"`{each}`" for each in known)
-                    raise ConfigError(
-                        f"{listed} have different factors of {FORMS[self._form].published}, of which vLLM takes one "
-                        "for all; quantize them with one"
-                    )
+            known = [each for each in _together_of(name) if each in self._names]
+            packings = [packed.known_packing(self._weights[each]) for each in known]
+            factors = [how.scales[0, : self._codec.blocks.row_scales] for how in packings]
+            if name == known[0] and any(not torch.equal(each, factors[0]) for each in factors):
+                listed = ", ".join(f"`{each}`" for each in known)
+                raise ConfigError(
+                    f"{listed} have different factors of {FORMS[self._form].published}, of which vLLM takes one for "
+                    "all; quantize them with one"
+                )
 
     def stated(self) -> dict[str, Any]:
         """The entry `quantization_config`: every linear layer without packed weights is named, as files name it."""
