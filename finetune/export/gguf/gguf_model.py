@@ -185,7 +185,8 @@ def _tensors(
 
             stored, shape = gguf_names.name_of(names, part, family), list(each.shape)
             wanted = _type(stored, shape, kind if own.endswith(gguf_families.OTHER_COLUMNS) else beside, text)
-            if gguf_packed.is_packed_here(wanted):
+            form = FORMS.get(wanted.name.lower())
+            if form and form.is_of_safetensors:  # no program of llama.cpp rounds to it
                 yield from gguf_packed.rounded(stored, shape, wanted, load)
             else:
                 yield stored, shape, wanted, load
@@ -208,17 +209,15 @@ def differing(folder: Path, config: Any, file: Path, given: Mapping[str, nn.Para
     written = {one.name: one for one in gguf.GGUFReader(file).tensors}
     found = {"count": 0, "differing": 0}
     for name, own, _, whole in _sources(folder, config):
-        values = _values(given[name]) if name in given else whole()
+        weight = given.get(name)
+        is_packed = weight is not None and packing.packing_of(weight) is not None
+        values = whole() if weight is None else (packing.exact(weight) if is_packed else weight.detach()).cpu()
         for part, expected in gguf_names.stored(own, values, text, family).items():
             count = _unequal(written, gguf_names.name_of(names, part, family), expected.float().numpy())
-            if count and packing.packing_of(given.get(name)):
+            if count and is_packed:
                 raise ArtifactError(f"{count:,} values of `{name}` in {file.name} are not those that were trained")
             found = {"count": found["count"] + expected.numel(), "differing": found["differing"] + count}
     return found
-
-
-def _values(weight: nn.Parameter) -> torch.Tensor:
-    return (packing.exact(weight) if packing.packing_of(weight) else weight.detach()).cpu()
 
 
 def _unequal(written: Mapping[str, Any], name: str, expected: np.ndarray) -> int:

@@ -24,12 +24,6 @@ GgufTensor = tuple[str, list[int], Any, Callable[[], torch.Tensor]]
 """Name, shape of the values, GGUF type, and a function that loads the values, or the bytes in that type (uint8)."""
 
 
-def is_packed_here(kind: Any) -> bool:
-    """Whether a tensor is rounded to the type by `rounded`, as no program of llama.cpp does it."""
-    form = FORMS.get(kind.name.lower())
-    return form is not None and form.is_of_safetensors
-
-
 def tensors(name: str, weight: nn.Parameter, store: Callable[[torch.Tensor], Parts]) -> Iterator[GgufTensor]:
     """The tensors of a packed weight; `store` maps values in the model's shape to what llama.cpp stores of them.
 

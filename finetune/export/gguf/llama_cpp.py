@@ -52,7 +52,10 @@ class Server:
             with urllib.request.urlopen(request) as answer:
                 return json.load(answer)
         except OSError as error:  # not one of the disk; a chat template that it cannot render is one of these
-            why = _reason(error) if isinstance(error, urllib.error.HTTPError) else str(error)
+            why = str(error)
+            if isinstance(error, urllib.error.HTTPError):
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    why = str(json.load(error)["error"]["message"])
             raise ArtifactError(f"llama.cpp fails at {path}: {why}. Nothing was published") from None
 
     def tokens(self, text: str, *, opening: bool = False) -> list[int]:
@@ -71,13 +74,6 @@ class Server:
         answer = self.post("/completion", prompt=prompt, n_predict=1, temperature=0.0, return_tokens=True)
         [token] = answer["tokens"]
         return int(token)
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(error)
 
 
 def installed() -> bool:
