@@ -87,7 +87,7 @@ def test_kernels_that_run_are_tried_once_and_not_an_obstacle_nor_is_a_full_card(
     assert libraries.triton_obstacle() is None
     assert libraries.triton_obstacle() is None
     assert len(starts) == 1
-    assert machine._triton().status == "ok"
+    assert next(machine._kernels("cuda")).status == "ok"
     full = RuntimeError("Triton Error [CUDA]: out of memory")  # third_party/nvidia/backend/driver.c, CUDA_CHECK
     triton(full)
     assert libraries.triton_obstacle() is None
@@ -109,7 +109,7 @@ def test_the_reason_that_kernels_do_not_run_names_what_to_install(triton, fails:
     assert obstacle is not None
     assert reason in obstacle
     assert "\n" not in obstacle
-    found = machine._triton()
+    found = next(machine._kernels("cuda"))
     assert found.status == "warning"
     assert obstacle in found.what
     assert "gcc" in found.remedy

@@ -39,17 +39,12 @@ def examine() -> Examination:
     return Examination(
         [
             *_versions(),
-            *(_cards() if device == "cuda" else _no_card()),
-            _host_memory(),
-            *_disks(),
-            _attention(device),
-            _optimizer(device),
+            *_gpus(device),
+            *_memory_and_disks(),
+            *_choices(device),
             _bitsandbytes(device),
-            *([_triton()] if device == "cuda" else []),
-            _kernels(device),
-            _hub(),
-            _threads(),
-            _text(),
+            *_kernels(device),
+            *_environment(),
         ],
         MachineError.exit_code,
     )
@@ -82,7 +77,15 @@ def _versions() -> Iterator[Finding]:
             yield Finding(wanted.name, "warning", f"{version}, outside of {supported}", install)
 
 
-def _cards() -> Iterator[Finding]:
+def _gpus(device: str) -> Iterator[Finding]:
+    if device == "cpu":
+        if unused := driver.unused_gpu():
+            reason, remedy = unused
+            yield Finding("GPU", "error", f"there is one, but {reason}", remedy)
+        else:
+            state = f"none: jobs run on the CPU, in {_precision(torch.device('cpu'))}"
+            yield Finding("GPU", "warning", state, "enough for small models; use a machine with one")
+        return
     version = None  # of the driver, for which torch has no function
     if driver.VERSION_FILE.is_file():
         version = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", driver.VERSION_FILE.read_text())
@@ -101,27 +104,15 @@ def _cards() -> Iterator[Finding]:
         yield Finding(f"GPU {index}", "warning" if crowded else "ok", state, remedy)
 
 
-def _no_card() -> Iterator[Finding]:
-    if unused := driver.unused_gpu():
-        reason, remedy = unused
-        yield Finding("GPU", "error", f"there is one, but {reason}", remedy)
-    else:
-        state = f"none: jobs run on the CPU, in {_precision(torch.device('cpu'))}"
-        yield Finding("GPU", "warning", state, "enough for small models; use a machine with one")
+def _memory_and_disks() -> Iterator[Finding]:
+    from huggingface_hub.constants import HF_HUB_CACHE
 
-
-def _host_memory() -> Finding:
     memory = psutil.virtual_memory()
     left = devices.left_by_control_groups()
     state = f"{words.size(memory.available)} of {words.size(memory.total)} free"
     if left < memory.available:
         state += f", of which this container or batch job may use {words.size(int(left))}"
-    return Finding("host memory", "ok", state)
-
-
-def _disks() -> Iterator[Finding]:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
+    yield Finding("host memory", "ok", state)
     folders = {"runs": Path("runs"), "model cache": Path(HF_HUB_CACHE), "data cache": data_cache()}
     for name, path in folders.items():
         folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir())
@@ -136,21 +127,19 @@ def _disks() -> Iterator[Finding]:
             yield Finding(name, "ok", f"{path}: {words.size(free)} free")
 
 
-def _attention(device: str) -> Finding:
-    # The choice for an ordinary model; one that caps its logits (Gemma 2) gets eager attention.
+def _choices(device: str) -> Iterator[Finding]:
+    """What a job with the default settings chooses here."""
+    # For an ordinary model; one that caps its logits (Gemma 2) gets eager attention.
     chosen, reason = backends.choose("auto", PreTrainedConfig(), device, _precision(torch.device(device)))
-    return Finding("attention", "ok", f"{chosen} ({reason})")
+    yield Finding("attention", "ok", f"{chosen} ({reason})")
+    managed = device == "cuda" and driver.shares_managed_memory(torch.cuda.current_device())
+    name, replaced = optimizers.choose(OptimizerSection(), device, managed_memory=managed)
+    yield Finding("optimizer", "ok", replaced or f"{name}, the default")
 
 
 def _precision(device: torch.device) -> str:
     """What `training.precision: auto` is on a device, unless other keys rule it out."""
     return precision.of_device(device).native[0]
-
-
-def _optimizer(device: str) -> Finding:
-    managed = device == "cuda" and driver.shares_managed_memory(torch.cuda.current_device())
-    name, replaced = optimizers.choose(OptimizerSection(), device, managed_memory=managed)
-    return Finding("optimizer", "ok", replaced or f"{name}, the default")
 
 
 def _bitsandbytes(device: str) -> Finding:
@@ -167,48 +156,45 @@ def _bitsandbytes(device: str) -> Finding:
     return Finding(about, "ok", f"built for {'CUDA' if lib.compiled_with_cuda else 'the CPU'}")
 
 
-def _triton() -> Finding:
-    """Check that kernels can be built: the package includes neither a C compiler nor Python's headers."""
-    if (obstacle := libraries.triton_obstacle()) is None:
-        return Finding("Triton", "ok", "builds and runs kernels")
-    state = f"cannot run its kernels ({obstacle}): the loss takes more time and memory"
-    remedy = (
-        "install Triton, a C compiler and Python's headers (Debian, Ubuntu: apt install gcc python3-dev), or set CC"
-    )
-    return Finding("Triton", "warning", state, remedy)
+def _kernels(device: str) -> Iterator[Finding]:
+    """Whether kernels can be built, and what jobs leave out here because a process ended while it was tried."""
+    if device == "cuda":  # the package includes neither a C compiler nor Python's headers
+        if (obstacle := libraries.triton_obstacle()) is None:
+            yield Finding("Triton", "ok", "builds and runs kernels")
+        else:
+            state = f"cannot run its kernels ({obstacle}): the loss takes more time and memory"
+            remedy = (
+                "install Triton, a C compiler and Python's headers (Debian, Ubuntu: apt install gcc python3-dev), or "
+                "set CC"
+            )
+            yield Finding("Triton", "warning", state, remedy)
+    if left := marker.left_behind(torch.device(device)):
+        ended = ", ".join(f"`{name}`" for name in sorted({*left.values()}))
+        again = " ".join(shlex.quote(str(path)) for path in left)
+        again = f"to try again before a new driver or version does: rm {again}"
+        yield Finding("kernels", "warning", f"a process ended while {ended} was tried: jobs leave that out", again)
+    else:
+        yield Finding("kernels", "ok", "none is off: each run tests them on its model before the first step")
 
 
-def _kernels(device: str) -> Finding:
-    """Report what jobs leave out here because a process ended while it was tried, and how to try it again."""
-    left = marker.left_behind(torch.device(device))
-    if not left:
-        return Finding("kernels", "ok", "none is off: each run tests them on its model before the first step")
-    ended = ", ".join(f"`{name}`" for name in sorted({*left.values()}))
-    again = f"to try again before a new driver or version does: rm {' '.join(shlex.quote(str(path)) for path in left)}"
-    return Finding("kernels", "warning", f"a process ended while {ended} was tried: jobs leave that out", again)
-
-
-def _hub() -> Finding:
-    """The hub settings; opens no connection and shows no token."""
+def _environment() -> Iterator[Finding]:
+    """What environment variables decide: the hub, threads, and text. Opens no connection and shows no token."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
-        return Finding("hub", "ok", "offline (HF_HUB_OFFLINE): only local directories and cached files")
-    token = "with a token" if get_token() else "without a token: gated models are refused"
-    elsewhere = ", at another address (HF_ENDPOINT)" if "HF_ENDPOINT" in os.environ else ""
-    return Finding("hub", "ok", f"used for files that are not cached{elsewhere}, {token}; not contacted")
-
-
-def _threads() -> Finding:
+        yield Finding("hub", "ok", "offline (HF_HUB_OFFLINE): only local directories and cached files")
+    else:
+        token = "with a token" if get_token() else "without a token: gated models are refused"
+        elsewhere = ", at another address (HF_ENDPOINT)" if "HF_ENDPOINT" in os.environ else ""
+        yield Finding("hub", "ok", f"used for files that are not cached{elsewhere}, {token}; not contacted")
     threads, cores = torch.get_num_threads(), len(psutil.Process().cpu_affinity() or [])
     state = f"torch uses {threads} on {cores} cores"
     if threads > cores:
-        return Finding("threads", "warning", state, f"set OMP_NUM_THREADS={cores}")
-    return Finding("threads", "ok", state)
-
-
-def _text() -> Finding:
+        yield Finding("threads", "warning", state, f"set OMP_NUM_THREADS={cores}")
+    else:
+        yield Finding("threads", "ok", state)
     encoding = locale.getpreferredencoding(False)
     if encoding.lower().replace("-", "") == "utf8":
-        return Finding("text", "ok", encoding)
-    return Finding("text", "warning", f"{encoding}: non-ASCII characters print as ?", "set LC_ALL=C.UTF-8")
+        yield Finding("text", "ok", encoding)
+    else:
+        yield Finding("text", "warning", f"{encoding}: non-ASCII characters print as ?", "set LC_ALL=C.UTF-8")

@@ -89,20 +89,20 @@ def test_a_missing_installation_is_a_warning(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_folder_for_runs_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine.os, "access", lambda folder, _: Path(folder) != tmp_path)  # root may write anywhere
-    [runs] = [one for one in machine._disks() if one.about == "runs"]
+    [runs] = [one for one in machine._memory_and_disks() if one.about == "runs"]
     assert (runs.status, runs.remedy) == ("error", "set `output.dir` to a folder of your own")
 
 
 def test_the_driver_version_is_read_if_the_system_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "VERSION_FILE", tmp_path / "version")
     built = f"torch is built for {torch.version.cuda}"
-    assert next(machine._cards()).what == built
+    assert next(machine._gpus("cuda")).what == built
     for version, text in (
         ("535.104.05", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC version: 12.3.0\n"),
         ("550.54.14", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.14  Release Build\n"),
     ):
         driver.VERSION_FILE.write_text(text)
-        assert next(machine._cards()).what == f"{built}, driver {version}"
+        assert next(machine._gpus("cuda")).what == f"{built}, driver {version}"
 
 
 def test_a_gpu_that_torch_cannot_use_is_an_error_for_the_doctor_and_a_line_of_a_run(
@@ -118,13 +118,13 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_for_the_doctor_and_a_line_of_a_
         inputs._check_machine(config, cpu, lines.append)
         return lines
 
-    assert [one.status for one in machine._no_card()] == ["warning"]
+    assert [one.status for one in machine._gpus("cpu")] == ["warning"]
     assert notes() == []
     driver.VERSION_FILE.touch()
     for cuda, reason in ((None, "this torch was built without CUDA"), ("13.0", "torch for CUDA 13.0 cannot use it")):
         with subtests.test(cuda=cuda):
             monkeypatch.setattr(torch.version, "cuda", cuda)
-            [gpu] = machine._no_card()
+            [gpu] = machine._gpus("cpu")
             assert (gpu.status, gpu.what) == ("error", f"there is one, but {reason}")
             [line] = notes()
             assert reason in line
@@ -139,7 +139,7 @@ def test_no_token_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_canary")
-    found = machine._hub()
+    found = next(machine._environment())
     assert "with a token" in found.what
     assert "canary" not in str(found)
 
