@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -10,7 +9,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -85,7 +84,8 @@ def _tried(name: str, folder: Path, began: Callable[[str], object], until: float
             ended = "there was no time left for it"
         except EOFError:
             child.join()
-            ended = f"its process ended ({_ending(child.exitcode)})"
+            code = child.exitcode
+            ended = f"its process ended ({f'signal {-code}' if code and code < 0 else f'exit code {code}'})"
         finally:
             results.close()
             child.kill()
@@ -94,10 +94,6 @@ def _tried(name: str, folder: Path, began: Callable[[str], object], until: float
         lost = [check for check in checks if check not in findings] if over else [trying] if trying else []
         findings |= {check: Finding(check, "error", ended) for check in lost}
     return [findings[check] for check in checks], refused_with
-
-
-def _ending(code: int | None) -> str:
-    return f"signal {-code}" if code and code < 0 else f"exit code {code}"
 
 
 def _start(name: str, folder: Path, statuses: dict[str, str]) -> tuple[multiprocessing.process.BaseProcess, Connection]:
@@ -121,7 +117,11 @@ def _try(results: Connection, name: str, folder: Path, statuses: dict[str, str])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limits = [limit for limit in (soft, hard, mapped_bytes + _MOST_BYTES) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
-    with _silent(folder / "printed"):
+    with open(folder / "printed", "a") as printed:  # takes what the libraries print
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
         libraries.quiet()
         gc.freeze()  # memory is freed after each small step, and the collector would go through all of the libraries
         copy = Copy(name, folder)
@@ -134,14 +134,3 @@ def _try(results: Connection, name: str, folder: Path, statuses: dict[str, str])
             results.send((check, CHECKS[check].tries))
             statuses[check], what, code = attempt(check, copy)
             results.send((check, statuses[check], what, code))
-
-
-@contextlib.contextmanager
-def _silent(file: Path) -> Iterator[None]:
-    """Let what is printed in the block go to `file`."""
-    with open(file, "a") as printed:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(printed.fileno(), 1)
-        os.dup2(printed.fileno(), 2)
-        yield

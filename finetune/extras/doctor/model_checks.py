@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -241,17 +241,15 @@ def _nf4(copy: Copy) -> str:
     return f"{len(stored)} weights in 4 bit; logits within {distance:.0%} of those in 16 bit"
 
 
-def _forecast(kind: str) -> Callable[[Copy], str]:
-    def run(copy: Copy) -> str:
-        forecast = planning.planner_for(copy.job(kind, "bf16"), "cpu").forecast()
-        model = build.load(copy.job(kind, "bf16"), copy.architecture, _CPU)
-        held = sum(weight.untyped_storage().nbytes() for weight in _unshared(model))
-        predicted = forecast.categories["base_weights"] + forecast.categories.get("quantization_state", 0)
-        if kind == "none" and abs(predicted - held) > 0.01 * held:
-            raise Differs(f"the forecast has {predicted:,} bytes of base weights, and loading takes {held:,}")
-        return f"{predicted:,} bytes of base weights, of {forecast.peak_allocated_bytes:,} at the peak"
-
-    return run
+def _forecast(kind: str, copy: Copy) -> str:
+    forecast = planning.planner_for(copy.job(kind, "bf16"), "cpu").forecast()
+    model = copy.loaded(kind)
+    storages = (one.untyped_storage() for one in (*model.parameters(), *model.buffers()))
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    predicted = forecast.categories["base_weights"] + forecast.categories.get("quantization_state", 0)
+    if kind == "none" and abs(predicted - held) > 0.01 * held:
+        raise Differs(f"the forecast has {predicted:,} bytes of base weights, and loading takes {held:,}")
+    return f"{predicted:,} bytes of base weights, of {forecast.peak_allocated_bytes:,} at the peak"
 
 
 def _causal(copy: Copy) -> str:
@@ -309,24 +307,17 @@ def _packed(copy: Copy) -> str:
     )  # fmt: skip
 
 
-def _trained(kind: str) -> Callable[[Copy], str]:
-    def run(copy: Copy) -> str:
-        run = copy.run(kind)
-        recipe.train(copy.job(kind, "bf16"), terminal=Terminal(quiet=True))
-        losses = [line["loss"] for line in run.metrics() if "loss" in line]
-        if len(losses) != _STEPS:
-            raise Differs(f"{len(losses)} of {_STEPS} steps were taken")
-        return f"{_STEPS} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}"
-
-    return run
+def _trained(kind: str, copy: Copy) -> str:
+    recipe.train(copy.job(kind, "bf16"), terminal=Terminal(quiet=True))
+    losses = [line["loss"] for line in copy.run(kind).metrics() if "loss" in line]
+    if len(losses) != _STEPS:
+        raise Differs(f"{len(losses)} of {_STEPS} steps were taken")
+    return f"{_STEPS} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}"
 
 
-def _merged(kind: str) -> Callable[[Copy], str]:
-    def run(copy: Copy) -> str:
-        proof = publish.merge(copy.run(kind), terminal=Terminal(quiet=True))
-        return f"equals base plus adapter: error {proof['error']:.1e}, allowed {proof['bound']:.1e}"
-
-    return run
+def _merged(kind: str, copy: Copy) -> str:
+    proof = publish.merge(copy.run(kind), terminal=Terminal(quiet=True))
+    return f"equals base plus adapter: error {proof['error']:.1e}, allowed {proof['bound']:.1e}"
 
 
 def _served(copy: Copy) -> str:
@@ -354,12 +345,9 @@ def _served(copy: Copy) -> str:
     return f"{name} loads merged/, PEFT adapter/ ({change:.1e} apart)"
 
 
-def _exported(format: str) -> Callable[[Copy], str]:
-    def run(copy: Copy) -> str:
-        record = publish.export_model(copy.run("none"), format, terminal=Terminal(quiet=True))
-        return f"error {record['error']:.1e}, for {', '.join(record['serve'])}"
-
-    return run
+def _exported(format: str, copy: Copy) -> str:
+    record = publish.export_model(copy.run("none"), format, terminal=Terminal(quiet=True))
+    return f"error {record['error']:.1e}, for {', '.join(record['serve'])}"
 
 
 def _answers(copy: Copy) -> str:
@@ -390,20 +378,20 @@ CHECKS: dict[str, Check] = {
     "weights": Check("a small copy of it", _weights, ("structure",)),
     "16 bit": Check("loaded in 16 bit", _sixteen_bit, _MODEL),
     "nf4": Check("loaded in NF4", _nf4, _MODEL),
-    "forecast 16 bit": Check("traced on fake tensors, in 16 bit", _forecast("none"), _MODEL),
-    "forecast nf4": Check("traced on fake tensors, in NF4", _forecast("nf4"), _MODEL),
+    "forecast 16 bit": Check("traced on fake tensors, in 16 bit", partial(_forecast, "none"), _MODEL),
+    "forecast nf4": Check("traced on fake tensors, in NF4", partial(_forecast, "nf4"), _MODEL),
     "causal": Check("later tokens hidden", _causal, _MODEL),
     "loss": Check("a step beside transformers and PEFT", _loss, _MODEL),
     "fused": Check("fused kernels beside plain modules", _fused, _MODEL),
     "recomputed": Check("recomputed layers beside kept ones", _recomputed, _MODEL),
     "packed": Check("packed rows beside padded ones", _packed, _MODEL),
-    "trained 16 bit": Check("three steps in 16 bit", _trained("none"), _MODEL),
-    "trained nf4": Check("three steps in NF4", _trained("nf4"), _MODEL),
-    "merged 16 bit": Check("merged after 16 bit", _merged("none"), ("trained 16 bit",)),
-    "merged nf4": Check("merged after NF4", _merged("nf4"), ("trained nf4",)),
+    "trained 16 bit": Check("three steps in 16 bit", partial(_trained, "none"), _MODEL),
+    "trained nf4": Check("three steps in NF4", partial(_trained, "nf4"), _MODEL),
+    "merged 16 bit": Check("merged after 16 bit", partial(_merged, "none"), ("trained 16 bit",)),
+    "merged nf4": Check("merged after NF4", partial(_merged, "nf4"), ("trained nf4",)),
     "served": Check("loaded by transformers and PEFT alone", _served, ("merged 16 bit",)),
-    "adapter": Check("exported as a plain adapter", _exported("adapter"), ("trained 16 bit",)),
-    "gguf": Check("exported as GGUF", _exported("gguf"), ("merged 16 bit",)),
+    "adapter": Check("exported as a plain adapter", partial(_exported, "adapter"), ("trained 16 bit",)),
+    "gguf": Check("exported as GGUF", partial(_exported, "gguf"), ("merged 16 bit",)),
     "answers": Check("answers by each KV cache", _answers, _MODEL),
 }
 
@@ -419,10 +407,6 @@ def attempt(name: str, copy: Copy) -> tuple[Status, str, int]:
         return "error" if failed else "refused", str(error), error.exit_code
     except Exception as error:  # models and libraries may raise anything
         return "error", f"{type(error).__name__}: {str(error).strip()[:300]}", 0
-
-
-def _unshared(model: Any) -> list[Tensor]:
-    return list({one.untyped_storage().data_ptr(): one for one in (*model.parameters(), *model.buffers())}.values())
 
 
 @torch.no_grad()
