@@ -71,7 +71,13 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
     """
     libraries.quiet()
     with contextlib.suppress(MachineError):  # where the hub cannot be reached, which the tokenizer's error says below
-        _refuse_untrainable(ModelSection(name=wanted.model))
+        section = ModelSection(name=wanted.model)
+        # A base that cannot be trained, whatever its data and settings are, is refused as training does.
+        training = TrainingSection(precision="fp32")
+        config = Config(model=section, quantization=QuantizationSection(kind="none"), training=training)
+        architecture = load_architecture(section, listed=True)
+        attention, _ = build.choose_attention(config, architecture, "cpu")
+        trial.check_model(config, architecture, attention, config.adapter)
     draft = Draft()
     draft.take("model.name", wanted.model)
     draft.take("data.train", wanted.data)
@@ -124,15 +130,6 @@ def _planned(draft: Draft, gpu: str | None) -> Job:
     return job_on(replace(draft, values={**draft.values, **_AUTO}).job, gpu)
 
 
-def _refuse_untrainable(section: ModelSection) -> None:
-    """Raise as training does for a base that cannot be trained, whatever its data and settings are."""
-    training = TrainingSection(precision="fp32")
-    config = Config(model=section, quantization=QuantizationSection(kind="none"), training=training)
-    architecture = load_architecture(section, listed=True)
-    attention, _ = build.choose_attention(config, architecture, "cpu")
-    trial.check_model(config, architecture, attention, config.adapter)
-
-
 def _recognised(wanted: Wanted, encoding: str | None) -> tuple[sources.Row | None, dict[str, str]]:
     """The first row, None on the hub, and `data.columns` for it: as given, or what their names likely mean."""
     row, columns = sources.first_row(wanted.data, encoding), wanted.columns
@@ -173,8 +170,11 @@ def _take_format(draft: Draft, fields: Mapping[str, Any], columns: dict[str, str
         return form if form in _OF_PREFERENCES else formats.detect(fields, turns)
     if columns:
         draft.take("data.columns", columns, "the fields of the format, and the columns that hold them")
-    if _runs_together(fields, form, columns):
-        draft.take("data.separator", "\n", "no white space separates prompts and completions, nor does a chat template")
+    with contextlib.suppress(Unusable):
+        content, _ = formats.read(fields, form, columns)
+        if any(isinstance(each, Completion) and each.runs_together for each in parts(content)):
+            why = "no white space separates prompts and completions, nor does a chat template"
+            draft.take("data.separator", "\n", why)
     return form
 
 
@@ -183,14 +183,6 @@ def _of_preferences(fields: Mapping[str, Any], columns: dict[str, str]) -> str |
     if formats.holds_pairs(fields, columns):
         return "pairs"
     return "unpaired" if formats.holds_labelled_answers(fields, columns) else None
-
-
-def _runs_together(fields: Mapping[str, Any], form: str, columns: dict[str, str]) -> bool:
-    """Whether no white space separates the row's prompt from its completion."""
-    with contextlib.suppress(Unusable):
-        content, _ = formats.read(fields, form, columns)
-        return any(isinstance(each, Completion) and each.runs_together for each in parts(content))
-    return False
 
 
 def _by_rows(draft: Draft, data: Prepared, rows: str, architecture: Any) -> str:

@@ -467,7 +467,12 @@ def _apply_implicit_defaults(draft: Draft, name: str, given: Mapping[str, Any]) 
     full = TOOLS[name].full
     if full and full not in given:
         draft.take("adapter.kind", "none", f"{name} trains every weight without `{full}`")
-    _apply_adapter_defaults(draft, given)
+    if draft.values.get("adapter.kind") == "none":
+        draft.values = {key: value for key, value in draft.values.items() if key not in _OF_ADAPTERS}
+    elif given.get("lora_target_linear") is True:
+        draft.take("adapter.targets", "all-linear", "lora_target_linear")
+    if "adapter.alpha" not in draft.values and "adapter.rank" in draft.values:
+        _take(draft, {"adapter.alpha": 2 * draft.values["adapter.rank"]}, "twice the rank")
     quantizes = any(given.get(key) for key in ("load_in_4bit", "load_in_8bit", "quantization_bit"))
     if not quantizes and given.get("adapter") != "qlora":
         draft.take("quantization.kind", "none", f"not quantized in {name}")
@@ -480,15 +485,6 @@ def _apply_implicit_defaults(draft: Draft, name: str, given: Mapping[str, Any]) 
         draft.take("data.eval", "none", f"none in {name}")
     if given.get("bf16") is False and not any(given.get(key) for key in ("fp16", "float16", "bfloat16")):
         draft.take("training.precision", "fp32", "bf16: false")
-
-
-def _apply_adapter_defaults(draft: Draft, given: Mapping[str, Any]) -> None:
-    if draft.values.get("adapter.kind") == "none":
-        draft.values = {key: value for key, value in draft.values.items() if key not in _OF_ADAPTERS}
-    elif given.get("lora_target_linear") is True:
-        draft.take("adapter.targets", "all-linear", "lora_target_linear")
-    if "adapter.alpha" not in draft.values and "adapter.rank" in draft.values:
-        _take(draft, {"adapter.alpha": 2 * draft.values["adapter.rank"]}, "twice the rank")
 
 
 def _leave_out_ignored(draft: Draft, owners: Mapping[str, str]) -> None:
