@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.choices import load_config
-from finetune.config import Config, QuantizationSection
+from finetune.config import Config
 from finetune.config.field_types import shown
 from finetune.config.strict_yaml import scalar
 from finetune.errors import ConfigError
@@ -73,13 +73,17 @@ def members(
     """
     _check(keys)
     folder = Path(load_config(source, overrides).output.dir or "runs/unnamed")
-    names = _short_names(keys)
+    # The last part of each key, or the whole key where two have the same.
+    last = [key.rpartition(".")[2] for key in keys]
+    names = {key: end if last.count(end) == 1 else key for key, end in zip(keys, last, strict=True)}
     made = []
     for values in itertools.product(*keys.values()):
         chosen = dict(zip(keys, values, strict=True))
         name = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
         setting = ",".join(f"{names[key]}={value}" for key, value in chosen.items() if key != SEED)
-        where = folder / _directory(name)
+        # The name without what a path cannot hold, and with a hash of what was lost.
+        plain = re.sub(r"[^\w.,=+-]", "_", name, flags=re.ASCII)[:_LONGEST]
+        where = folder / (plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}")
         path = json.dumps(str(where), ensure_ascii=False)  # quoted as YAML text
         own = [*(f"{key}={value}" for key, value in chosen.items()), f"output.dir={path}", "output.merge=false"]
         config = load_config(source, [*overrides, *own])
@@ -160,15 +164,6 @@ def _check(keys: Mapping[str, Sequence[str]]) -> None:
         raise ConfigError(f"{number:,} members are more than {_MOST}; give fewer values")
 
 
-def refuse_open_kind(quantization: QuantizationSection) -> None:
-    """Raise ConfigError for a member whose kind of quantization is `auto` with all that is known of its base."""
-    if quantization.kind == "auto":
-        raise ConfigError(
-            "`quantization.kind: auto` may choose another base for some members; set the kind that `finetune plan` "
-            "names"
-        )
-
-
 def refuse_same(made: Sequence[Member], configs: Sequence[Config]) -> None:
     """Raise ConfigError for two members whose `configs` differ in nothing but the directory."""
     first: dict[str, Member] = {}
@@ -198,15 +193,3 @@ def _check_members(made: Sequence[Member]) -> None:
         raise ConfigError("`adapter.kind: none` changes the base, which members share; set `lora`")
     if any(each.adapter.init == "pissa" for each in configs):
         raise ConfigError("`adapter.init: pissa` changes the base, which members share; leave it out")
-
-
-def _directory(name: str) -> str:
-    """`name` without what a path cannot hold, and with a hash of what was lost."""
-    plain = re.sub(r"[^\w.,=+-]", "_", name, flags=re.ASCII)[:_LONGEST]
-    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-
-
-def _short_names(keys: Mapping[str, Any]) -> dict[str, str]:
-    """The last part of each key, or the whole key where two have the same."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return {key: end if last.count(end) == 1 else key for key, end in zip(keys, last, strict=True)}

@@ -126,7 +126,11 @@ def _check(members: Sequence[Member]) -> None:
     for member in members:
         job = resolve(member.config, until="machine")
         config = job.config
-        grid.refuse_open_kind(config.quantization)
+        if config.quantization.kind == "auto":  # with all that is known of the base
+            raise ConfigError(
+                "`quantization.kind: auto` may choose another base for some members; set the kind that `finetune plan` "
+                "names"
+            )
         unpaged = OPTIMIZERS[config.optimizer.kind].unpaged or config.optimizer.kind
         decided.append(config.changed({"optimizer.kind": unpaged}))
         adapter = resume.to_build(config.adapter, resumed=True)  # a resumed member has already read what it starts from
@@ -150,16 +154,6 @@ class _MemberPaused(Exception):
 def _share(training: TrainingSection, step: int, epoch: float) -> float:
     """The share of a run that is done."""
     return step / training.max_steps if training.max_steps else epoch / training.epochs
-
-
-def _pause(training: TrainingSection, share: float) -> Callback:
-    """A callback that pauses at the first step after which `share` of a run is done."""
-
-    def on_step(metrics: dict[str, Any]) -> None:
-        if share <= _share(training, metrics["step"], metrics["epoch"]) < 1:
-            raise _MemberPaused
-
-    return cast(Callback, SimpleNamespace(on_step=on_step))
 
 
 @dataclass
@@ -297,11 +291,16 @@ class _Sweep:
         before = progress.step - 1, progress.epoch * (1 - 1 / max(1, progress.step))
         if share < 1 and _share(training, *before) >= share:
             return None
+
+        def on_step(metrics: dict[str, Any]) -> None:
+            if share <= _share(training, metrics["step"], metrics["epoch"]) < 1:
+                raise _MemberPaused
+
         try:
             if share == 1 or _share(training, progress.step, progress.epoch) < share:
                 libraries.return_freed_memory()  # freed by members that have ended
-                terminal, callbacks = self.output.of(member.name, share), (_pause(training, share),)
-                recipe.train(member.config, terminal=terminal, callbacks=callbacks, load_base=self.resident.load)
+                terminal, pausing = self.output.of(member.name, share), cast(Callback, SimpleNamespace(on_step=on_step))
+                recipe.train(member.config, terminal=terminal, callbacks=(pausing,), load_base=self.resident.load)
         except _MemberPaused:
             pass
         except NumbersError:
