@@ -202,15 +202,13 @@ class Zero:
                             continue
                         if value.shape != shape_of(weight):
                             raise ValueError(f"`{key}` is of {tuple(value.shape)} instead of {tuple(shape_of(weight))}")
-                        self._set_state(weight, key, value.to(weight.device))
-
-    def _set_state(self, weight: nn.Parameter, key: str, whole: Tensor) -> None:
-        if is_partitioned(weight):  # the function for whole states fails for padded shards (DeepSpeed 0.19)
-            self._deepspeed.utils.safe_set_local_optimizer_state(
-                weight, partition_of(whole, weight.ds_tensor.numel()), key
-            )
-        else:
-            self._deepspeed.utils.safe_set_full_optimizer_state(weight, whole, key)
+                        whole, utils = value.to(weight.device), self._deepspeed.utils
+                        # The function for whole states fails for padded shards (DeepSpeed 0.19).
+                        if is_partitioned(weight):
+                            part = partition_of(whole, weight.ds_tensor.numel())
+                            utils.safe_set_local_optimizer_state(weight, part, key)
+                        else:
+                            utils.safe_set_full_optimizer_state(weight, whole, key)
 
     def _partitions(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
         """The tensors that the optimizer updates on this rank, each with the weights it is a shard of."""

@@ -9,7 +9,7 @@ Not modelled: reuse of memory across streams.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +73,7 @@ class Buffers:
     def __init__(self, traced: Traced) -> None:
         self.recorder = traced.recorder
         self.offloads = traced.section.offload != "none"
-        self._apart = self.offloads and traced.on_gpu
+        self.apart = self.offloads and traced.on_gpu
         """Whether what is offloaded is not in the device's memory."""
 
     @contextlib.contextmanager
@@ -82,7 +82,7 @@ class Buffers:
         recorder = self.recorder
         before = recorder.category, recorder.managed, recorder.layer
         recorder.category, recorder.layer = category, layer
-        recorder.managed = host and self._apart
+        recorder.managed = host and self.apart
         try:
             yield
         finally:
@@ -98,11 +98,6 @@ class Buffers:
         with self.of(category, host=host, layer=layer):
             pinned = self.recorder.managed and numel
             return torch.empty(1 << (numel - 1).bit_length() if pinned else numel, dtype=dtype)[:numel]
-
-    def mark_states(self, states: Iterable[Tensor]) -> None:
-        """Record tensors as states of the optimizer."""
-        for value in states:
-            self.recorder.mark(value, "optimizer_states", managed=self._apart)
 
 
 class FakeZero(TracedEngine):
@@ -311,31 +306,30 @@ class FakeZero(TracedEngine):
                 self._updates.step()
             if not offloads:
                 flat.grad = None
-            self._buffers.mark_states(self._updates.state[flat].values())
+            for value in self._updates.state[flat].values():
+                self._recorder.mark(value, "optimizer_states", managed=self._buffers.apart)
         self._swap()
         self._gradients.accumulated = False
-        self._send_weights()
 
-    def _swap(self) -> None:
-        """Omit states that are on the disk: only the buffers they pass through take memory."""
-        for one in self._swapped:
-            for value in (one.flat, one.flat.grad, *self._updates.state[one.flat].values()):
-                self._recorder.omit(value)
-
-    def _send_weights(self) -> None:
         own_bytes = self._numel * _FLOAT32
         sent = (self._traced.ranks - 1) * own_bytes
         if self._partitioned:
             self._partitioned.send_updated()
         else:
             # Stage 1 also sends the gradients once a step.
-            copied = 2 * own_bytes if self._buffers.offloads else 0
+            copied = 2 * own_bytes if offloads else 0
             sent *= 3 if self._stage == STAGES["optimizer"] else 1
             self._recorder.transfers(sent_bytes=sent, copied_bytes=copied)
         states = max(sum(value.dim() > 0 for value in state.values()) for state in self._updates.state.values())
         # Weights and gradients in addition to the states.
         swapped_bytes = sum(one.numel for one in self._swapped) * _FLOAT32
         self._recorder.transfers(swapped_bytes=(2 + states) * swapped_bytes)
+
+    def _swap(self) -> None:
+        """Omit states that are on the disk: only the buffers they pass through take memory."""
+        for one in self._swapped:
+            for value in (one.flat, one.flat.grad, *self._updates.state[one.flat].values()):
+                self._recorder.omit(value)
 
 
 @dataclass
