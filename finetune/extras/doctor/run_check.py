@@ -63,7 +63,13 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
     if config:
         yield _tokenizer(run, config, foreign)
         yield from _base(run, config)
-    yield from _leftovers(run)
+    for path in sorted([*run.path.rglob("*.incomplete"), *run.path.rglob("*.replaced")]):
+        name = str(path.relative_to(run.path))
+        if path.suffix == ".replaced" and not path.with_suffix("").exists():
+            state = f"{path.stem} was being replaced when the process ended"
+            yield Finding(name, "error", state, f"rename it to {path.stem}")
+        else:
+            yield Finding(name, "warning", "left by an interrupted write", "delete it")
 
 
 def _lines(run: RunDirectory) -> Iterator[Finding]:
@@ -258,13 +264,3 @@ def _check_base_to_resume(run: RunDirectory, section: ModelSection, note: Callab
     else:
         return
     fingerprint.compare_base(section, now, then, saved, note)
-
-
-def _leftovers(run: RunDirectory) -> Iterator[Finding]:
-    for path in sorted([*run.path.rglob("*.incomplete"), *run.path.rglob("*.replaced")]):
-        name = str(path.relative_to(run.path))
-        if path.suffix == ".replaced" and not path.with_suffix("").exists():
-            state = f"{path.stem} was being replaced when the process ended"
-            yield Finding(name, "error", state, f"rename it to {path.stem}")
-        else:
-            yield Finding(name, "warning", "left by an interrupted write", "delete it")
