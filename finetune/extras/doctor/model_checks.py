@@ -226,8 +226,7 @@ def _sixteen_bit(copy: Copy) -> str:
         dtype=torch.bfloat16,
         attn_implementation=attention_of(ours.config),
     )
-    distance = _distance(_logits(ours, copy), _logits(theirs, copy))
-    _bound(distance, _SAME, "logits differ from those of transformers")
+    distance = _apart(ours, theirs, copy, _SAME, "logits differ from those of transformers")
     return f"logits as transformers loads it ({distance:.1e})"
 
 
@@ -236,8 +235,7 @@ def _nf4(copy: Copy) -> str:
     stored = [weight for weight in quantized.parameters() if weight.dtype == torch.uint8]
     if not stored:
         raise Differs("no weight is quantized")
-    distance = _distance(_logits(quantized, copy), _logits(copy.loaded("none"), copy))
-    _bound(distance, _QUANTIZED, "logits differ from those in 16 bit")
+    distance = _apart(quantized, copy.loaded("none"), copy, _QUANTIZED, "logits differ from those in 16 bit")
     return f"{len(stored)} weights in 4 bit; logits within {distance:.0%} of those in 16 bit"
 
 
@@ -340,8 +338,8 @@ def _served(copy: Copy) -> str:
         adapted = PeftModel.from_pretrained(base, str(run.adapter))
     if missing := [str(each.message) for each in said if "missing adapter keys" in str(each.message)]:
         raise Differs(f"PEFT: {missing[0][:120]}")
-    change = _distance(_logits(adapted, copy), _logits(merged, copy))
-    _bound(change, _MERGED, "logits of the merged model differ from those of base and adapter")
+    differ = "logits of the merged model differ from those of base and adapter"
+    change = _apart(adapted, merged, copy, _MERGED, differ)
     return f"{name} loads merged/, PEFT adapter/ ({change:.1e} apart)"
 
 
@@ -410,19 +408,16 @@ def attempt(name: str, copy: Copy) -> tuple[Status, str, int]:
 
 
 @torch.no_grad()
-def _logits(model: Any, copy: Copy) -> Tensor:
-    output: Tensor = model.eval()(input_ids=copy.padded["input_ids"], use_cache=False).logits.float()
-    return output
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    centred = other - other.mean(-1, keepdim=True)
-    return float((one - other).norm() / centred.norm().clamp(min=1e-30))
-
-
-def _bound(distance: float, bound: float, what: str) -> None:
-    if not distance <= bound:  # a NaN is not, either
+def _apart(one: Any, other: Any, copy: Copy, most: float, what: str) -> float:
+    """The relative distance of two models' logits. Raises Differs, which says `what`, if it is more than `most`."""
+    first, second = (
+        model.eval()(input_ids=copy.padded["input_ids"], use_cache=False).logits.float() for model in (one, other)
+    )
+    centred = second - second.mean(-1, keepdim=True)
+    distance = float((first - second).norm() / centred.norm().clamp(min=1e-30))
+    if not distance <= most:  # a NaN is not, either
         raise Differs(f"{what} by {distance:.1%}")
+    return distance
 
 
 def _same(one: dict[str, Tensor], other: dict[str, Tensor], origin: str, said: str) -> str:
