@@ -235,8 +235,16 @@ class _FilePlan:
                 self._add(name, group)
         if lost := self._names - placed:
             raise ConfigError(f"`{min(lost)}` is not a weight of the merged model's files; export `merged` instead")
-        if self._codec.of_whole and not isinstance(weights, RoundedWeights):
-            self._check_factors()
+        for name in self._names if self._codec.of_whole and not isinstance(weights, RoundedWeights) else ():
+            known = [each for each in _together_of(name) if each in self._names]
+            packings = [packed.known_packing(weights[each]) for each in known]
+            factors = [how.scales[0, : self._codec.blocks.row_scales] for how in packings]
+            if name == known[0] and any(not torch.equal(each, factors[0]) for each in factors):
+                listed = ", ".join(f"`{each}`" for each in known)
+                raise ConfigError(
+                    f"{listed} have different factors of {FORMS[form].published}, of which vLLM takes one for all; "
+                    "quantize them with one"
+                )
 
     def _add(self, name: str, group: streamed.ConversionGroup) -> None:
         transposed = name in self._transposed
@@ -285,18 +293,6 @@ class _FilePlan:
         height = self._codec.blocks.rows
         scales = row_selection.bytes_of(how.scales, rows if height == 1 else _blocks_of_rows(name, how, rows, height))
         return layout.written(row_selection.bytes_of(weight.data, rows), scales, shape)[ending]
-
-    def _check_factors(self) -> None:
-        for name in self._names:
-            known = [each for each in _together_of(name) if each in self._names]
-            packings = [packed.known_packing(self._weights[each]) for each in known]
-            factors = [how.scales[0, : self._codec.blocks.row_scales] for how in packings]
-            if name == known[0] and any(not torch.equal(each, factors[0]) for each in factors):
-                listed = ", ".join(f"`{each}`" for each in known)
-                raise ConfigError(
-                    f"{listed} have different factors of {FORMS[self._form].published}, of which vLLM takes one for "
-                    "all; quantize them with one"
-                )
 
     def stated(self) -> dict[str, Any]:
         """The entry `quantization_config`: every linear layer without packed weights is named, as files name it."""
