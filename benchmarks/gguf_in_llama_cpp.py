@@ -358,7 +358,7 @@ def export(folder: Path, made: Any, file: Path, kind: str) -> list[str]:
     prompt = chat_template.ids(made, [{"role": "user", "content": "Hi"}], prompt=True)
     return gguf_model.write(
         folder, AutoConfig.from_pretrained(folder), made, file, kind,
-        starts_with_bos=prompt[0] == made.bos_token_id, end_of_turn=chat_template.end_of_turn(made),
+        starts_with_bos=prompt[0] == made.bos_token_id,
     )  # fmt: skip
 
 

@@ -22,7 +22,6 @@ from finetune.export.export_formats import ExportFormat
 from finetune.model import build
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
-from finetune.model.source import chat_template
 from finetune.model.structure import experts
 from finetune.runtime import libraries
 from finetune.storage.rundir import RunDirectory
@@ -62,8 +61,9 @@ class ExportRequest:
             return []
 
     @property
-    def end_of_turn(self) -> int | None:
-        return chat_template.end_of_turn(self.tokenizer)
+    def starts_with_bos(self) -> bool:
+        """Whether prompts began with the BOS token in training."""
+        return self.prompt[:1] == [self.tokenizer.bos_token_id]
 
 
 @dataclass(frozen=True, kw_only=True)

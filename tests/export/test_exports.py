@@ -134,9 +134,7 @@ def test_llama_cpp_runs_the_rewritten_adapter_as_peft_does(tiny_base: Path, tmp_
     pairs = adapter_export.plain(adapted)
     gguf_model.write_lora(config, pairs, 8, tmp_path / "adapter.gguf")
     tokenizer = AutoTokenizer.from_pretrained(tiny_base)
-    gguf_model.write(
-        tiny_base, config, tokenizer, tmp_path / "base.gguf", "f16", starts_with_bos=False, end_of_turn=None
-    )
+    gguf_model.write(tiny_base, config, tokenizer, tmp_path / "base.gguf", "f16", starts_with_bos=False)
     with llama_cpp.serving(tmp_path / "base.gguf", 128, lora=tmp_path / "adapter.gguf") as server:
         found = [server.log_probs(ids[: place + 1], config.vocab_size) for place in (5, 20, 39)]
     for place, log_probs in zip((5, 20, 39), found, strict=True):

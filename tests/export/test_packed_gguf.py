@@ -47,7 +47,6 @@ class Packed:
         gguf_model.write(
             self.folder, self.config, self.tokenizer, file, kind, packed=self.weights,
             starts_with_bos=prompt[0] == self.tokenizer.bos_token_id,
-            end_of_turn=chat_template.end_of_turn(self.tokenizer),
         )  # fmt: skip
         return file
 

@@ -22,10 +22,7 @@ def test_the_server_of_llama_cpp_answers_as_generate_does(tiny_base: Path, tmp_p
     messages = [{"role": "user", "content": "What does textwrap.fill do?"}]
     prompt = chat_template.ids(tokenizer, messages, prompt=True)
     expected = next(answers(model, tokenizer, [prompt], Settings(12))).text
-    gguf_model.write(
-        tiny_base, model.config, tokenizer, file, "f16", starts_with_bos=False,
-        end_of_turn=chat_template.end_of_turn(tokenizer),
-    )  # fmt: skip
+    gguf_model.write(tiny_base, model.config, tokenizer, file, "f16", starts_with_bos=False)
     with llama_cpp.serving(file, 128) as server:
         found = server.post("/v1/chat/completions", messages=messages, temperature=0, max_tokens=12)
     assert str(found["choices"][0]["message"]["content"]).strip() == expected

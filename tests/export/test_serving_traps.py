@@ -22,7 +22,6 @@ from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, proof, server_commands
 from finetune.export.gguf import gguf_model, gguf_packed
 from finetune.forms.packed import exact, pack
-from finetune.model.source import chat_template
 from finetune.resolve import resolve
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -41,9 +40,8 @@ def model(tmp_path: Path) -> Path:
 def gguf_file(folder: Path, kind: str, weights: dict[str, Any]) -> Path:
     tokenizer, file = bench.SHAPES["llama"].tokenizer(), folder.parent / f"{kind}.gguf"
     gguf_model.write(
-        folder, AutoConfig.from_pretrained(folder), tokenizer, file, kind, packed=weights, starts_with_bos=True,
-        end_of_turn=chat_template.end_of_turn(tokenizer),
-    )  # fmt: skip
+        folder, AutoConfig.from_pretrained(folder), tokenizer, file, kind, packed=weights, starts_with_bos=True
+    )
     return file
 
 

@@ -97,11 +97,9 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     dtype, config = model.dtype, model.config
     model = model.to("meta")  # its modules are looked at below
     libraries.return_freed_memory()
-    starts_with_bos = bool(job.prompt) and job.prompt[0] == job.tokenizer.bos_token_id
     differences = gguf_model.write(
-        job.run.merged, config, job.tokenizer, file, job.kind,
-        starts_with_bos=starts_with_bos, end_of_turn=job.end_of_turn, packed=job.packed,
-    )  # fmt: skip
+        job.run.merged, config, job.tokenizer, file, job.kind, starts_with_bos=job.starts_with_bos, packed=job.packed
+    )
     # Products are summed alike in both, so what a computation in 16 bit rounds counts as much as the weights.
     roundoff = max(TYPES[job.kind].roundoff, proof.ROUNDOFF[dtype])
     base = job.base_logits(dtype)

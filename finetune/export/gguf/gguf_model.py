@@ -29,7 +29,7 @@ from finetune.forms import FORMS
 from finetune.forms import packed as packing
 from finetune.model import bounds
 from finetune.model.skeleton import weightless_base
-from finetune.model.source import gguf_families, gguf_names, identity
+from finetune.model.source import chat_template, gguf_families, gguf_names, identity
 from finetune.model.source.gguf_families import Family
 from finetune.model.structure import streamed
 from finetune.storage import weight_files
@@ -48,7 +48,7 @@ def check(config: Any, tokenizer: Any) -> Family:
 
 def write(
     folder: Path, config: Any, tokenizer: Any, file: Path, kind: str, *, starts_with_bos: bool,
-    end_of_turn: int | None, packed: Mapping[str, nn.Parameter] = {},
+    packed: Mapping[str, nn.Parameter] = {},
 ) -> list[str]:  # fmt: skip
     """Write the model in `folder` (safetensors) to `file`, its matrices in the type `kind` (a key of `TYPES`).
 
@@ -64,8 +64,9 @@ def write(
         writer.add_file_type(gguf.LlamaFileType[TYPES[kind].name])
         known = _add_parameters(writer, text, family)
         known += gguf_vocabulary.add(
-            writer, tokenizer, text.vocab_size, starts_with_bos=starts_with_bos, end_of_turn=end_of_turn
-        )
+            writer, tokenizer, text.vocab_size,
+            starts_with_bos=starts_with_bos, end_of_turn=chat_template.end_of_turn(tokenizer),
+        )  # fmt: skip
         tensors = list(_tensors(folder, config, family, kind, packed))
         _write_tensors(writer, file, tensors)
     if text is not config:

@@ -77,7 +77,7 @@ def write(job: Conversion, base: Any, folder: Path) -> tuple[Path, HeldWeights, 
     file = folder / gguf_export.file_name(kind)
     differences = gguf_model.write(
         _source(job), job.architecture, job.tokenizer, file, kind, packed=packed_ones,
-        starts_with_bos=bool(job.prompt) and job.prompt[0] == job.tokenizer.bos_token_id, end_of_turn=job.end_of_turn,
+        starts_with_bos=job.starts_with_bos,
     )  # fmt: skip
     return file, packed_ones or {name: one for name, one in base.named_parameters() if one.dim() > 1}, differences
 

@@ -127,7 +127,7 @@ def _template(job: ExportRequest) -> tuple[str, list[str]]:
     template = turns(lambda messages: chat_template.text(job.tokenizer, messages, prompt=True)[0])
     missing = "the chat template takes no system message; Ollama leaves one out"
     bos = job.tokenizer.bos_token
-    if bos and job.prompt[:1] == [job.tokenizer.bos_token_id]:  # Ollama adds it itself, because the GGUF file says so
+    if bos and job.starts_with_bos:  # Ollama adds it itself, because the GGUF file says so
         system = template.system and template.system.removeprefix(bos)
         template = replace(template, first=template.first.removeprefix(bos), system=system)
     return template.go(), [missing] * (template.system is None)
