@@ -107,7 +107,7 @@ def collator(job: TrainingJob) -> MicroBatches:
     way = micro_batching(config, job.architecture)
     if way.shares:
         with autocast(config.training.precision, job.process.device), libraries.without_cudnn_attention():
-            unlike = probe_table.run("sharing", Subject(config, job.model))
+            unlike = [failure.line for failure in probe_table.run("sharing", Subject(config, job.model))]
         for line in unlike:
             job.outlets.listener.note(line)
         # Ranks that divide a step differently would wait for each other's passes for ever.

@@ -35,12 +35,11 @@ def complete(job: TrainingJob) -> TrainingJob:
         # The model scores labels from here on, by the fused loss if that is what its head computes.
         if unbalanced := log_probs.attach(model):
             note(unbalanced)
-        unlike = probe_table.run("scoring", Subject(config, model, off=job.kernels_off))
-        if unlike and config.fused == "on" and "loss" not in job.kernels_off:
-            raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
-        for line in unlike:
-            note(line)
-            off.add("loss")
+        for failure in probe_table.run("scoring", Subject(config, model, off=job.kernels_off)):
+            if config.fused == "on":
+                raise ConfigError(f"`kernels.fused: on`: {failure.line}; set `auto` or `off`")
+            note(failure.line)
+            off.add(failure.off)
     return replace(job, kernels_off=job.kernels_off.union(*ranks.gathered(off)))
 
 
@@ -74,7 +73,7 @@ def _fuse(job: TrainingJob) -> tuple[kernels.Attached, set[str]]:
         )
     attached = kernels.attach(job.model, fused, triton=triton, without=off)
     fusing = attached.fusing
-    unlike = probe_table.run("fused", Subject(job.config, job.model, attached))
+    unlike = [failure.line for failure in probe_table.run("fused", Subject(job.config, job.model, attached))]
     if fused == "on" and (unlike or not any(attached.replaced.values())):
         raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
     fused_now = ", ".join(f"{len(modules)} {name}" for name, modules in attached.replaced.items() if modules)

@@ -1,8 +1,8 @@
-"""The probes of a model before its first step, in the order in which they run: one table and one way to fail.
+"""The probes of a model before its first step, in the order in which they run: one table and one loop.
 
-A probe is a few short passes that show on the model at hand what a step relies on. It raises a FinetuneError where the
-job cannot be trained, and returns a line for each kernel, or other way to save time, that is to be turned off. What was
-tried when an earlier process ended on such a device (`model.probes.marker`) counts as refuted.
+A probe is a few short passes that show on the model at hand what a step relies on. Where its claim does not hold, it
+either raises a FinetuneError, or returns a line for each kernel, or other way to save time, that is turned off. What
+was tried when an earlier process ended on such a device (`model.probes.marker`) counts as refuted.
 """
 
 from __future__ import annotations
@@ -50,18 +50,33 @@ class Subject:
     media: Media = TEXT_ALONE
 
 
+OnFailure = Literal["refused", "kernels", "loss", "sharing"]
+"""What follows from a claim that does not hold: the run is refused; or the kernels that differ, the fused loss, or the
+sharing of tokens is turned off.
+"""
+
+
 @dataclass(frozen=True)
 class Probe:
-    """A probe: what it `shows`, the `stage` at which it runs, and the configs to which it `applies`.
+    """A probe of the model: what it `claims`, the `stage` at which it runs, and what follows `on_failure`.
 
-    `remedy`: what a config sets to do without what it shows, if it can.
+    `applies`: the configs that rely on the claim. `remedy`: what a config sets to do without, if it can.
     """
 
-    shows: str
+    claims: str
     stage: Stage
     run: Callable[[Subject], Sequence[str] | str | None]
+    on_failure: OnFailure = "refused"
     applies: Callable[[Config], bool] = lambda config: True
     remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A claim that does not hold: what is turned off, and the line that says so and why."""
+
+    off: OnFailure
+    line: str
 
 
 def _kernels(subject: Subject) -> Sequence[str]:
@@ -90,46 +105,46 @@ def _objective(subject: Subject) -> None:
 
 
 PROBES: dict[str, Probe] = {
-    "kernels": Probe("fused kernels compute what they replace", "fused", _kernels),
+    "kernels": Probe("fused kernels compute what they replace", "fused", _kernels, "kernels"),
     "packing": Probe(
         "packed rows do not see each other", "built", lambda subject: packed_rows.prove(subject.model),
-        lambda config: config.data.packing, packing.REMEDY,
+        applies=lambda config: config.data.packing, remedy=packing.REMEDY,
     ),
     "images": Probe(
         "the base takes what its processor makes of an image, whose gradient reaches what is trained alone", "built",
-        _images, lambda config: config.model.vision != "none", "set `model.vision: none`",
+        _images, applies=lambda config: config.model.vision != "none", remedy="set `model.vision: none`",
     ),
     "causality": Probe("no token sees a later one", "built", lambda subject: causality.prove(subject.model)),
     "head": Probe(
         "labels are scored as by the model's own logits", "scoring", lambda subject: log_probs.check(subject.model)
     ),
     LOSS: Probe(
-        "the fused loss is that of the head's logits", "scoring", _loss, lambda config: config.fused != "off",
+        "the fused loss is that of the head's logits", "scoring", _loss, "loss", lambda config: config.fused != "off",
     ),
     "objective": Probe("sums of the objective add up over rows", "scoring", _objective),
-    "sharing": Probe(
-        "a prompt computed once is seen by each answer as its own", "sharing", _sharing,
-    ),
+    "sharing": Probe("a prompt computed once is seen by each answer as its own", "sharing", _sharing, "sharing"),
     "context": Probe(
         "slices of a row score it as the whole row does", "split",
         lambda subject: split_rows.prove(subject.model, subject.group),
-        lambda config: config.distributed.context > 1, context.REMEDY,
+        applies=lambda config: config.distributed.context > 1, remedy=context.REMEDY,
     ),
 }  # fmt: skip
 
-# Passes of the whole model, with all kernels that are fused in it.
-_WHOLE = tuple(name for name, probe in PROBES.items() if not probe.remedy and name not in (LOSS, "sharing"))
+# Passes of the whole model that no config does without, with all kernels that are fused in it.
+_WHOLE = tuple(
+    name for name, probe in PROBES.items() if probe.on_failure in ("refused", "kernels") and not probe.remedy
+)
 
 
-def run(stage: Stage, subject: Subject) -> list[str]:
-    """Run the probes of a stage; a line for each kernel that was turned off. Raises FinetuneError."""
-    lines: list[str] = []
+def run(stage: Stage, subject: Subject) -> list[Failure]:
+    """Run the probes of a stage; returns what they turn off. Raises FinetuneError."""
+    failures: list[Failure] = []
     for name, probe in PROBES.items():
         if probe.stage == stage and probe.applies(subject.config):
             with marker.under_way(name, subject.model.device):
                 found = probe.run(subject) or ()
-            lines += [found] if isinstance(found, str) else found
-    return lines
+            failures += [Failure(probe.on_failure, line) for line in ([found] if isinstance(found, str) else found)]
+    return failures
 
 
 def kernels_off(ended: Collection[str]) -> frozenset[str]:
@@ -151,11 +166,11 @@ def left_out(config: Config, ended: Collection[str]) -> str | None:
     """
     for name, probe in PROBES.items():
         if name in ended and probe.remedy and probe.applies(config):
-            raise MachineError(f"{_ENDED.format(f'whether {probe.shows}')}; to do without, {probe.remedy}")
+            raise MachineError(f"{_ENDED.format(f'whether {probe.claims}')}; to do without, {probe.remedy}")
     off = kernels_off(ended)
     if config.fused == "off" or not off:
         return None
-    tried = [f"whether {PROBES[name].shows}" for name in _WHOLE if name in ended]
+    tried = [f"whether {PROBES[name].claims}" for name in _WHOLE if name in ended]
     tried += [f"`{name}`" for name in FUSED if name in ended]
     which = "none is fused" if off == {*FUSED} else f"`{'`, `'.join(sorted(off))}` off"
     return f"kernels: {which}: {_ENDED.format(' and '.join(tried))}"
