@@ -27,7 +27,7 @@ from finetune.model.build import Blueprint
 from finetune.model.distributed import context
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.experts import Mixture
-from finetune.objectives import contract, trial
+from finetune.objectives import contract
 from finetune.recipe import provenance, resume
 from finetune.recipe.start import Session
 from finetune.resolve import Job, resolve
@@ -35,6 +35,7 @@ from finetune.resolve.planner import check_traceable
 from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.environment import describe
 from finetune.runtime.stages import stage
+from finetune.training import trial
 from finetune.training.checks import check
 from finetune.training.strategies import STRATEGIES
 

@@ -38,11 +38,12 @@ from finetune.model.recompute import checkpointing
 from finetune.model.source import gguf_base
 from finetune.model.source.catalog import attention_of
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.objectives import log_probs, trial
+from finetune.objectives import log_probs
 from finetune.report.terminal import Terminal
 from finetune.resolve import planning
 from finetune.runtime import libraries
 from finetune.storage.rundir import RunDirectory
+from finetune.training import trial
 from finetune.training.collator import MicroBatches
 
 _CPU = torch.device("cpu")

@@ -36,14 +36,13 @@ from finetune.model import bounds, build
 from finetune.model.base import load_architecture
 from finetune.model.source import chat_template, prequantized
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.objectives import trial
 from finetune.report import words
 from finetune.resolve import Job, resolve
 from finetune.resolve.fit import NothingFits
 from finetune.resolve.planner import Planner
 from finetune.resolve.planning import job_on, planner_of
 from finetune.runtime import libraries
-from finetune.training import learning_rate
+from finetune.training import learning_rate, trial
 
 # Weights are quantized where one row with all layers checkpointed would take a larger share of the budget without it.
 _LARGEST_SHARE_UNQUANTIZED = 0.6
