@@ -7,6 +7,7 @@ was tried when an earlier process ended on such a device (`model.probes.marker`)
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,8 +18,9 @@ from torch.distributed import ProcessGroup
 from finetune.config import Config
 from finetune.data.media import TEXT_ALONE, Media
 from finetune.data.vision import Vision
-from finetune.errors import MachineError
+from finetune.errors import ConfigError, MachineError, NumbersError
 from finetune.kernels import KERNELS, Attached, self_test
+from finetune.model import probes
 from finetune.model.attention import packing
 from finetune.model.distributed import context
 from finetune.model.probes import causality, marker, packed_rows, seeing, split_rows
@@ -30,16 +32,18 @@ FUSED = (*KERNELS, LOSS)
 
 _ENDED = "an earlier process ended on such a device while it tested {}; `finetune doctor` says how to try it again"
 
-Stage = Literal["fused", "built", "scoring", "sharing", "split"]
+Where = Literal["copy", "model"]
+"""A small copy of the base with random weights, before data and weights are read; or the model of the job itself."""
+Stage = Literal["fused", "built", "scoring", "sharing", "split", "saved"]
 """How far the model is made: with its fused kernels, complete, with the head that scores labels, with packed segments
-that share tokens, with rows split.
+that share tokens, with rows split; or saved and loaded again in bfloat16, as merged models are.
 """
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to probe: the job's config, the kernels attached to it and those that are off, the group that splits its
-    rows, and what its rows may show.
+    """A model to probe, or `where` it is one, a copy: the job's config, the kernels attached to it and those that are
+    off, the group that splits its rows, and what its rows may show.
     """
 
     config: Config
@@ -48,6 +52,7 @@ class Subject:
     off: Collection[str] = ()
     group: ProcessGroup | None = None
     media: Media = TEXT_ALONE
+    where: Where = "model"
 
 
 OnFailure = Literal["refused", "kernels", "loss", "sharing"]
@@ -58,7 +63,7 @@ sharing of tokens is turned off.
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe of the model: what it `claims`, the `stage` at which it runs, and what follows `on_failure`.
+    """A probe: what it `claims`, the `stage` at which it runs, what follows `on_failure`, and `where` it runs.
 
     `applies`: the configs that rely on the claim. `remedy`: what a config sets to do without, if it can.
     """
@@ -69,6 +74,7 @@ class Probe:
     on_failure: OnFailure = "refused"
     applies: Callable[[Config], bool] = lambda config: True
     remedy: str = ""
+    where: tuple[Where, ...] = ("model",)
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,30 @@ def _objective(subject: Subject) -> None:
     contract.prove(training.objective, subject.model, training.precision)
 
 
+def _gradient(subject: Subject) -> None:
+    model = subject.model
+    (ids,) = probes.rows(1, probes.TOKENS, model)
+    if not model(input_ids=ids, use_cache=False).logits.requires_grad:
+        raise ConfigError(
+            f"`model.name`: no gradient reaches the layers of {type(model).__name__} while its embedding is frozen, as "
+            "beside an adapter; use another base"
+        )
+
+
+def _in_16_bit(subject: Subject) -> None:
+    model = subject.model
+    (ids,) = probes.rows(1, probes.TOKENS, model)
+
+    def refusal(error: Exception) -> ConfigError:
+        return ConfigError(
+            f"`model.name`: a pass of {type(model).__name__} in bfloat16, in which merged models are written, fails in "
+            f"transformers' code ({probes.Failed(error)}); use another base"
+        )
+
+    with probes.attempt(refusal):
+        probes.logits(model, input_ids=ids)
+
+
 PROBES: dict[str, Probe] = {
     "kernels": Probe("fused kernels compute what they replace", "fused", _kernels, "kernels"),
     "packing": Probe(
@@ -114,9 +144,13 @@ PROBES: dict[str, Probe] = {
         "the base takes what its processor makes of an image, whose gradient reaches what is trained alone", "built",
         _images, applies=lambda config: config.model.vision != "none", remedy="set `model.vision: none`",
     ),
-    "causality": Probe("no token sees a later one", "built", lambda subject: causality.prove(subject.model)),
+    "causality": Probe(
+        "no token sees a later one", "built", lambda subject: causality.prove(subject.model), where=("copy", "model")
+    ),
+    "gradient": Probe("a gradient reaches layers below a frozen embedding", "built", _gradient, where=("copy",)),
     "head": Probe(
-        "labels are scored as by the model's own logits", "scoring", lambda subject: log_probs.check(subject.model)
+        "labels are scored as by the model's own logits", "scoring", lambda subject: log_probs.check(subject.model),
+        where=("copy", "model"),
     ),
     LOSS: Probe(
         "the fused loss is that of the head's logits", "scoring", _loss, "loss", lambda config: config.fused != "off",
@@ -128,22 +162,30 @@ PROBES: dict[str, Probe] = {
         lambda subject: split_rows.prove(subject.model, subject.group),
         applies=lambda config: config.distributed.context > 1, remedy=context.REMEDY,
     ),
+    "16 bit": Probe("code of the base runs in bfloat16", "saved", _in_16_bit, where=("copy",)),
 }  # fmt: skip
 
 # Passes of the whole model that no config does without, with all kernels that are fused in it.
 _WHOLE = tuple(
-    name for name, probe in PROBES.items() if probe.on_failure in ("refused", "kernels") and not probe.remedy
+    name
+    for name, probe in PROBES.items()
+    if "model" in probe.where and probe.on_failure in ("refused", "kernels") and not probe.remedy
 )
 
 
 def run(stage: Stage, subject: Subject) -> list[Failure]:
-    """Run the probes of a stage; returns what they turn off. Raises FinetuneError."""
+    """Run the probes of a stage; returns what they turn off. Raises FinetuneError.
+
+    A copy runs on the CPU, without the kernels that may end a process, so no file marks its probes as under way.
+    """
     failures: list[Failure] = []
     for name, probe in PROBES.items():
-        if probe.stage == stage and probe.applies(subject.config):
-            with marker.under_way(name, subject.model.device):
+        if probe.stage == stage and subject.where in probe.where and probe.applies(subject.config):
+            on_copy = subject.where == "copy"  # whose random weights may overflow
+            ignored = contextlib.suppress(NumbersError) if on_copy else marker.under_way(name, subject.model.device)
+            with ignored:
                 found = probe.run(subject) or ()
-            failures += [Failure(probe.on_failure, line) for line in ([found] if isinstance(found, str) else found)]
+                failures += [Failure(probe.on_failure, line) for line in ([found] if isinstance(found, str) else found)]
     return failures
 
 

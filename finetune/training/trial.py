@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from finetune.config import AdapterSection, Config, ModelSection, QuantizationSection
-from finetune.errors import ConfigError, NumbersError
+from finetune.errors import ConfigError
 from finetune.model import build, probes, small_copy
 from finetune.model.adapters.adapter import linear_but
 from finetune.model.base import load_architecture, load_base
-from finetune.model.probes import causality
 from finetune.model.source import catalog
 from finetune.model.source.locate import remote_code
 from finetune.model.structure.experts import Mixture
 from finetune.objectives import log_probs
 from finetune.runtime import libraries
+from finetune.training import probe_table
+from finetune.training.probe_table import Subject
 
 
 def check_model(config: Config, architecture: Any, attention: str, adapter: AdapterSection) -> Mixture | None:
@@ -36,11 +37,11 @@ def check_model(config: Config, architecture: Any, attention: str, adapter: Adap
         )
     if architecture.model_type not in catalog.families() and not remote_code(config.model):
         with torch.random.fork_rng([]):
-            _try_copy(architecture)
+            _try_copy(config, architecture)
     return mixture
 
 
-def _try_copy(architecture: Any) -> None:
+def _try_copy(config: Config, architecture: Any) -> None:
     """Make passes through a small copy; one that cannot be made, or fails, says nothing about the model itself."""
     try:
         model = small_copy.of(architecture).eval()
@@ -52,27 +53,14 @@ def _try_copy(architecture: Any) -> None:
         in_16_bit = _reloaded(model)
     except Exception:  # models may raise anything, also for sizes that no published one has
         return
-    with contextlib.suppress(NumbersError):
-        causality.prove(model)
     model.requires_grad_(False)
     for name in linear_but(model):
         model.get_submodule(name).weight.requires_grad_(True)
-    if not model(input_ids=ids, use_cache=False).logits.requires_grad:
-        raise ConfigError(
-            f"`model.name`: no gradient reaches the layers of {type(model).__name__} while its embedding is frozen, as "
-            "beside an adapter; use another base"
-        )
+    copy = Subject(config, model, where="copy")
+    probe_table.run("built", copy)
     log_probs.attach(model)
-    log_probs.check(model)
-
-    def refusal(error: Exception) -> ConfigError:
-        return ConfigError(
-            f"`model.name`: a pass of {type(model).__name__} in bfloat16, in which merged models are written, fails in "
-            f"transformers' code ({probes.Failed(error)}); use another base"
-        )
-
-    with probes.attempt(refusal):
-        probes.logits(in_16_bit, input_ids=ids)
+    probe_table.run("scoring", copy)
+    probe_table.run("saved", replace(copy, model=in_16_bit))
 
 
 def _reloaded(model: Any) -> Any:

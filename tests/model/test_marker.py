@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from jobs import TINY
 from messages import refusal
 
 from finetune.choices import load_config
-from finetune.errors import MachineError, Terminated
+from finetune.errors import MachineError, NumbersError, Terminated
 from finetune.model.probes import marker
 from finetune.runtime import environment
 from finetune.storage import private
@@ -171,3 +172,22 @@ def test_what_a_job_does_without() -> None:
     assert probe_table.left_out(load_config(TINY, ["kernels.fused=off"]), {"mlp"}) is None
     with refusal(MachineError, "data.packing:"):
         probe_table.left_out(packed, {"packing"})
+
+
+@pytest.mark.parametrize(("where", "files"), [("copy", 0), ("model", 1)])
+def test_a_probe_on_a_copy_is_not_named_and_may_overflow(
+    where: probe_table.Where, files: int, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    def overflows(subject: probe_table.Subject) -> None:
+        found.append(len([*cache.glob("*")]))
+        raise NumbersError("not finite")
+
+    causality = replace(probe_table.PROBES["causality"], run=overflows)
+    monkeypatch.setattr(probe_table, "PROBES", {"causality": causality})
+    subject = probe_table.Subject(load_config(TINY), torch.nn.Module(), where=where)
+    subject.model.device = CPU
+    with contextlib.nullcontext() if where == "copy" else pytest.raises(NumbersError):
+        assert not probe_table.run("built", subject)
+    assert found == [files]
