@@ -33,7 +33,6 @@ from finetune.model import base as bases
 from finetune.model import build, small_copy
 from finetune.model.adapters.adapter import casts_by_autocast
 from finetune.model.precision import autocast
-from finetune.model.probes import causality, packed_rows
 from finetune.model.recompute import checkpointing
 from finetune.model.source import gguf_base
 from finetune.model.source.catalog import attention_of
@@ -45,6 +44,7 @@ from finetune.runtime import libraries
 from finetune.storage.rundir import RunDirectory
 from finetune.training import trial
 from finetune.training.collator import MicroBatches
+from finetune.training.probe_table import PROBES, Subject
 
 _CPU = torch.device("cpu")
 _NOTHING_SAVED = MemorySection(checkpointing="none")
@@ -252,7 +252,8 @@ def _forecast(kind: str, copy: Copy) -> str:
 
 
 def _causal(copy: Copy) -> str:
-    causality.prove(build.load(copy.job(), copy.architecture, _CPU))
+    config = copy.job()
+    PROBES["causality"].run(Subject(config, build.load(config, copy.architecture, _CPU)))
     return "no token sees a later one"
 
 
@@ -261,7 +262,7 @@ def _loss(copy: Copy) -> str:
     tried = copy.tried(copy.job())
     model = tried.model()
     with tried.passes(model):
-        log_probs.check(model)
+        PROBES["head"].run(Subject(tried.config, model))
     ours = tried.results(model, copy.padded)
     labels = copy.padded["labels"]
     inputs = {name: copy.padded[name] for name in ("input_ids", "attention_mask")}
@@ -277,7 +278,7 @@ def _fused(copy: Copy) -> str:
     model = tried.model()
     plain = tried.results(model, copy.padded)
     attached = kernels.attach(model, "auto", triton=True)
-    off = self_test.prove(model, attached)
+    off = PROBES["kernels"].run(Subject(tried.config, model, attached)) or ()
     fused = tried.results(model, copy.padded, fused_loss=True)
     counts = ", ".join(f"{len(modules)} {name}" for name, modules in attached.replaced.items() if modules)
     return _same(fused, plain, "the modules compute", "; ".join([counts or "the loss alone", *off]))
@@ -294,7 +295,7 @@ def _recomputed(copy: Copy) -> str:
 def _packed(copy: Copy) -> str:
     tried = copy.tried(copy.job(data={"packing": True}))
     packed = tried.model()
-    packed_rows.prove(packed)
+    PROBES["packing"].run(Subject(tried.config, packed))
     ids = copy.padded["input_ids"]
     rows = [{"input_ids": row[:length].tolist(), "labels": row[:length].tolist()}
             for row, length in zip(ids, _LENGTHS, strict=True)]  # fmt: skip
