@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from packaging.version import Version
 
 from finetune.config import Config, ModelSection
 from finetune.data import images
@@ -127,7 +128,6 @@ class Vision(Media):
         self._processor, self._family = processor, family
         self._kind = architecture.model_type
         self._arguments = inspect.signature(composite.seeing_class(architecture).forward).parameters
-        self._options = processor._merge_kwargs()["images_kwargs"] | {"return_tensors": "pt"}  # noqa: SLF001
         self.mark: str = processor.image_token
         vocabulary = processor.tokenizer.get_vocab()
         ids = [getattr(architecture, name, None) for name in ("image_token_id", "image_token_index")]
@@ -160,28 +160,24 @@ class Vision(Media):
         if self._family.made:
             return str(self._processor.replace_image_token(self._family.made(self._processor, height, width), 0))
         before, after = self._around
-        return before + self.token * (self._count(height, width) + self._uncounted) + after
+        return before + self.token * (self._processor.count(height, width) + self._uncounted) + after
 
     def count(self, height: int, width: int) -> int:
         """The number of tokens that stand for an image of this size."""
         return self.text(height, width).count(self.token)
 
-    def _count(self, height: int, width: int) -> int:
-        counted = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])  # noqa: SLF001
-        return int(counted["num_image_tokens"][0])
-
     def _try(self) -> None:
         """Learn from blank images what is around the tokens of one, and that they are as many as their size says."""
-        if not (self._family.made or hasattr(self._processor, "_get_num_multimodal_tokens")):
+        if not (self._family.made or self._processor.counts):
             raise self._refusal("does not count the tokens of an image from its size")
         for number, (height, width) in enumerate(_TRIED):
-            text = self._processed([self._blank(height, width)])[1][0]
+            text = self._processor.processed([self._blank(height, width)])[1][0]
             if number == 0 and not self._family.made:
                 tokens = text.count(self.token)
                 before, run, after = text.partition(self.token * tokens)
                 if not (tokens and run):
                     raise self._refusal("does not write the tokens of an image in one run")
-                self._around, self._uncounted = (before, after), tokens - self._count(height, width)
+                self._around, self._uncounted = (before, after), tokens - self._processor.count(height, width)
             if text != self._text(height, width):
                 raise self._refusal(f"makes other tokens of an image of {width} x {height} pixels than its size says")
         made = self.sample()
@@ -212,7 +208,7 @@ class Vision(Media):
 
         Raises ArtifactError if the processor's own tokens for them are not those of their sizes.
         """
-        made, texts = self._processed(images)
+        made, texts = self._processor.processed(images)
         for image, text in zip(images, texts, strict=True):
             if text != self.text(image.height, image.width):
                 raise ArtifactError(
@@ -231,11 +227,6 @@ class Vision(Media):
             name: value.to("meta") if value.is_floating_point() or value.numel() > _MOST_READ else value
             for name, value in made.items()
         }
-
-    def _processed(self, images: Sequence[Any]) -> tuple[Mapping[str, Any], list[str]]:
-        """What the processor makes of the images of one row, and the text that takes the place of each."""
-        made, texts = self._processor._process_images([list(images)], **self._options)  # noqa: SLF001
-        return made, texts
 
     # -- as Media ------------------------------------------------------------------------------------------------
 
@@ -314,11 +305,10 @@ def of(config: Config, architecture: Any, tokenizer: Any) -> Vision:
     Raises ConfigError for a base whose images are not trained on here, and for a bound on pixels that it does not have;
     MachineError for a transformers that is too old.
     """
-    from transformers import ProcessorMixin, __version__
+    from transformers import __version__
 
     composite.seeing_class(architecture)
-    needed = inspect.signature(ProcessorMixin._merge_kwargs).parameters["ModelProcessorKwargs"]  # noqa: SLF001
-    if needed.default is needed.empty:  # the signature up to 5.22
+    if Version(__version__).release < (5, 23):
         raise MachineError(
             f"`model.vision`: transformers {__version__} is too old to train on images; install 5.23, or set `none`"
         )
@@ -338,6 +328,31 @@ def of(config: Config, architecture: Any, tokenizer: Any) -> Vision:
     return bounded(pixels)
 
 
+class _OfImages:
+    """What transformers' processors do for images inside their calls; this class is made a part of theirs."""
+
+    _merge_kwargs: Callable[[], Mapping[str, Any]]
+    _process_images: Callable[..., tuple[Mapping[str, Any], list[str]]]
+    _get_num_multimodal_tokens: Callable[..., Mapping[str, Any]]
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts the tokens of an image from its size."""
+        return hasattr(self, "_get_num_multimodal_tokens")
+
+    def count(self, height: int, width: int) -> int:
+        """The number of tokens for an image of this size."""
+        return int(self._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0])
+
+    @functools.cached_property
+    def _options(self) -> dict[str, Any]:
+        return self._merge_kwargs()["images_kwargs"] | {"return_tensors": "pt"}
+
+    def processed(self, images: Sequence[Any]) -> tuple[Mapping[str, Any], list[str]]:
+        """What is made of the images of one row, and the text that takes the place of each."""
+        return self._process_images([list(images)], **self._options)
+
+
 def _processor(section: ModelSection, architecture: Any, family: VisionFamily, images: Any, tokenizer: Any) -> Any:
     """transformers' processor of the base with its image processor and its tokenizer, but none of films or sound.
 
@@ -347,7 +362,7 @@ def _processor(section: ModelSection, architecture: Any, family: VisionFamily, i
     try:
         parts = dict.fromkeys(known.get_attributes()) | {"image_processor": images, "tokenizer": Unchanged(tokenizer)}
         names = inspect.signature(known.__init__).parameters.keys() - parts.keys()
-        of_images = type(known.__name__, (known,), {"check_argument_for_proper_class": lambda *_: None})
+        of_images = type(known.__name__, (_OfImages, known), {"check_argument_for_proper_class": lambda *_: None})
         return of_images(**parts, **{name: settings[name] for name in names if name in settings})
     except ImportError as error:
         packages = ", ".join(getattr(known, "_backends", [])) or first_line(error)
