@@ -22,6 +22,7 @@ from peft.tuners.lora import ParamWrapper
 
 from finetune.errors import ConfigError
 from finetune.model.adapters.plain_form import FUSED
+from finetune.model.structure import experts
 from finetune.model.structure.streamed import ConversionGroup
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -41,9 +42,9 @@ class Experts:
             if isinstance(layer, ParamWrapper):
                 path = ".".join(part for part in name.split(".") if part != "base_layer")
                 parameter = f"{path}.{layer.parameter_name}"
-                # PEFT 0.21 takes the sides of most models' weights for those of all.
+                # PEFT 0.21 takes the sides of most models' weights for those of all: weights (experts, out, in).
                 transposed = getattr(layer.get_base_layer(), "is_transposed", None)
-                if transposed is not (not layer._did_swap_in_out_features):  # noqa: SLF001
+                if transposed is None or not (transposed or len(experts.shape(layer.get_param())) == 3):
                     raise ConfigError(
                         f"PEFT confuses the sides of `{parameter}`, which vLLM would not; export `merged` instead"
                     )

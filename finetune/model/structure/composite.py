@@ -85,16 +85,16 @@ def _language_alone(known: type) -> type:
     """`known`, a class of composite models, made without the models beside its language model."""
     from transformers import PreTrainedModel
 
-    def init(model: Any, config: Any, *arguments: Any, **named: Any) -> None:
-        known.__init__(model, config, *arguments, **named)  # type: ignore[misc]
-        decoder = model.get_decoder()
+    def init(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
+        known.__init__(self, config, *arguments, **named)  # type: ignore[misc]
+        decoder = self.get_decoder()
         inside, ignored = set(decoder.modules()), set[str]()
-        for path, module in list(model.named_modules()):
+        for path, module in list(self.named_modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, PreTrainedModel) and child not in inside and decoder not in set(child.modules()):
                     setattr(module, name, None)
                     ignored.add(re.escape(f"{path}.{name}.".lstrip(".")))
-        model._keys_to_ignore_on_load_unexpected.update(ignored)  # noqa: SLF001 -- each model's own set
+        self._keys_to_ignore_on_load_unexpected.update(ignored)  # each model's own set
 
     # The name and the module decide how transformers names the weights of its files.
     return type(known.__name__, (known,), {"__init__": init, "__module__": known.__module__, _MARK: True})

@@ -179,9 +179,10 @@ def quantize(model: nn.Module, config: Any) -> None:
 
 def unpack_in_forward(module: Any) -> None:
     """Dequantize the packed parameters of `module` for the time of its forward pass."""
-    if _unpacking(module) is None:
+    if not hasattr(module, _UNPACKING):
         module.source_cls = type(module)  # transformers reads this from quantized modules
         unpacking = _Unpacking()
+        setattr(module, _UNPACKING, unpacking)  # a copy of the module has copies of it and of the hooks
         module.register_forward_pre_hook(unpacking.enter)
         # Called also if the pass ends early, as in recomputation by activation checkpointing.
         module.register_forward_hook(unpacking.leave, always_call=True)
@@ -189,7 +190,7 @@ def unpack_in_forward(module: Any) -> None:
 
 def are_4_bit(model: nn.Module) -> bool:
     """Whether `quantize` made any experts of `model` 4-bit parameters."""
-    return any(_unpacking(module) for module in model.modules())
+    return any(hasattr(module, _UNPACKING) for module in model.modules())
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype) -> None:
@@ -216,8 +217,12 @@ def checkpointed(layer: nn.Module, on: bool) -> None:
     checkpointed layer nothing is saved, and saved-tensor hooks would interfere with those of checkpointing.
     """
     for module in layer.modules():
-        if unpacking := _unpacking(module):
+        if unpacking := getattr(module, _UNPACKING, None):
             unpacking.saves_packed = not on
+
+
+_UNPACKING = "finetune_unpacking"
+"""The attribute of a module with 4-bit experts that is its `_Unpacking`."""
 
 
 class _Unpacking:
@@ -252,12 +257,6 @@ class _Unpacking:
 
     def leave(self, module: Any, inputs: Any, output: Any) -> None:
         self._undo.close()
-
-
-def _unpacking(module: nn.Module) -> _Unpacking | None:
-    """The hooks of a module with 4-bit experts: its own, as a copy of a module has copies of them."""
-    hooks = module._forward_pre_hooks.values()  # noqa: SLF001 -- torch has no public name for them
-    return next((one for hook in hooks if isinstance(one := getattr(hook, "__self__", None), _Unpacking)), None)
 
 
 def _storage(tensor: torch.Tensor) -> int:
