@@ -130,9 +130,7 @@ class _Output(torch.autograd.Function):
     def forward(ctx: Any, placeholder: Tensor, formula: _Formula, *inputs: Tensor) -> Tensor:
         ctx.inputs = len(inputs)
         output = formula.values(*inputs)
-        # Not a view, because autograd would not let a model add to a view in place, as Llama 4 does.
-        alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)  # noqa: SLF001 -- an operator's name
-        return alias
+        return output.data  # not a view, because autograd would not let a model add to one in place, as Llama 4 does
 
     @staticmethod
     @once_differentiable

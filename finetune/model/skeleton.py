@@ -214,7 +214,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     """
     import bitsandbytes as bnb
 
-    in_16_bit, in_fp16 = model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules  # noqa: SLF001
+    in_16_bit, in_fp16 = catalog.float32_modules(model)
     named = set(in_16_bit if dtype in (torch.float16, torch.bfloat16) else ())
     named |= set(in_fp16 if dtype is torch.float16 else ())
     pattern = re.compile("|".join(named).replace("*", ".*"))

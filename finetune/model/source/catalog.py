@@ -149,3 +149,8 @@ def attention_of(config: Any) -> str:
     """The name, in transformers, of the attention of a model with this config."""
     name: str = config._attn_implementation  # noqa: SLF001 -- transformers 5.23 has no public name for it
     return name
+
+
+def float32_modules(model: Any) -> tuple[Any, Any]:
+    """Names of the modules that a model keeps in float32 if loaded in 16 bit of any type, and if in float16."""
+    return model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules  # noqa: SLF001 -- nor for these

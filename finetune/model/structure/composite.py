@@ -47,11 +47,13 @@ def seeing_class(architecture: Any) -> Any:
 
 def from_config(architecture: Any, *, whole: bool = False, **arguments: Any) -> Any:
     """A model of `architecture` with the weights of its own initialisation; `arguments` as for `from_pretrained`."""
+    from transformers import AutoModelForImageTextToText
+
     made_by = loader(architecture, whole=whole)
-    if made_by.__name__.startswith("Auto"):
+    if not whole:
         return made_by.from_config(architecture, **arguments)
     arguments.pop("trust_remote_code", None)
-    return made_by._from_config(architecture, **arguments)  # noqa: SLF001 -- the Auto classes call this
+    return AutoModelForImageTextToText.from_config(architecture, **arguments)
 
 
 def is_language_alone(model: Any) -> bool:
@@ -97,4 +99,5 @@ def _language_alone(known: type) -> type:
         self._keys_to_ignore_on_load_unexpected.update(ignored)  # each model's own set
 
     # The name and the module decide how transformers names the weights of its files.
-    return type(known.__name__, (known,), {"__init__": init, "__module__": known.__module__, _MARK: True})
+    parts = {"__init__": init, "from_config": classmethod(sequence_head.from_config), "__module__": known.__module__}
+    return type(known.__name__, (known,), {**parts, _MARK: True})

@@ -33,7 +33,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 from finetune.config.field_types import shown
 from finetune.errors import ArtifactError
 from finetune.forms import FORMS, Form, packed
-from finetune.model.source import gguf_base
+from finetune.model.source import catalog, gguf_base
 from finetune.model.structure import (
     composite,
     eight_bit,
@@ -205,6 +205,14 @@ class _EightBit(_Quantizer, Bnb8BitHfQuantizer):
     pass
 
 
+class _NamedByFiles(FineGrainedFP8HfQuantizer):
+    """A config whose modules to leave in 16 bit have the names of the base's files, which transformers may change."""
+
+    def rename(self, model: Any) -> None:
+        """Give them their names in `model`, in the config."""
+        self._normalize_modules_to_not_convert(model)
+
+
 class _Packed:
     """Replaces the weights of linear layers and experts by packed ones, and loads them from either form of files."""
 
@@ -235,9 +243,10 @@ class _Packed:
         experts_alone = self.pre_quantized and self.experts_alone
         if self.pre_quantized:
             if not experts_alone:
-                FineGrainedFP8HfQuantizer._normalize_modules_to_not_convert(self, model)  # noqa: SLF001
+                _NamedByFiles(config).rename(model)
             skipped = _resolved(config.modules_to_not_convert or (), [name for name, _ in model.named_modules()])
-            kept += Bnb4BitHfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)  # noqa: SLF001
+            _, in_fp16 = catalog.float32_modules(model)
+            kept += Bnb4BitHfQuantizer.get_modules_to_not_convert(model, skipped, in_fp16)
         if not experts_alone:
             for name, module in list(model.named_modules()):
                 if type(module) in (torch.nn.Linear, Conv1D) and should_convert_module(name, kept):

@@ -59,6 +59,12 @@ def loader(architecture: Any) -> type:
     return _scoring(known[type(architecture)])
 
 
+def from_config(cls: Any, architecture: Any, **arguments: Any) -> Any:
+    """`from_config` of the Auto classes, as a method of a model's class that is made here."""
+    arguments.pop("trust_remote_code", None)
+    return cls._from_config(architecture, **arguments)
+
+
 def is_classifier(model: Any) -> bool:
     """Whether `model`, wrapped by PEFT or not, was made by `loader`."""
     return hasattr(type(_base(model)), _MARK)
@@ -114,7 +120,10 @@ def _base(model: Any) -> Any:
 def _scoring(known: type) -> type:
     """`known`, a class of classifiers, with scores of every token and a head that is found like a language model's."""
     # The name and the module decide how transformers names the weights of its files.
-    parts = {"forward": _forward, "get_output_embeddings": lambda model: model.score, "__module__": known.__module__}
+    parts = {
+        "forward": _forward, "get_output_embeddings": lambda model: model.score,
+        "from_config": classmethod(from_config), "__module__": known.__module__,
+    }  # fmt: skip
     return type(known.__name__, (known,), {**parts, _MARK: True})
 
 
