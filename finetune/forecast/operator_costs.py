@@ -598,20 +598,28 @@ def _on_cuda() -> Iterator[None]:
     """Let libraries decide as on CUDA where they look at the device.
 
     Autocast casts as on CUDA. Without an argument `torch.is_autocast_enabled` answers for CUDA (so PEFT, lora/bnb.py,
-    and Nemotron call it), which in a trace is the CPU's autocast. And optimizers and gradient clipping that go from
-    weight to weight on a CPU take all of them at once: copies are then as large as all gradients, such as SGD's with
-    weight decay (torch 2.13, optim/optimizer.py `_default_to_fused_or_foreach`, nn/utils/clip_grad.py; both look at a
-    tensor's class, and the first at its device).
+    and Nemotron call it), which in a trace is the CPU's autocast. And gradients that are clipped one by one on a CPU
+    are clipped all at once (torch 2.13, nn/utils/clip_grad.py, which looks at a tensor's class and its device).
     """
     plain = torch.is_autocast_enabled
     with (
         autocast.as_on_cuda(),
         patches.IS_AUTOCAST_ENABLED.by(lambda device_type="cpu": plain(device_type)),
-        patches.FOREACH_DEVICES.by(lambda: ["cpu"]),
-        patches.FOREACH_TYPES.by([torch.Tensor, torch.nn.Parameter, FakeTensor]),
         patches.FOREACH_CLIPPING.by(lambda tensors, device: True),
     ):
         yield
+
+
+def take_at_once(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that goes from weight to weight on a CPU take all at once, as it does by itself on CUDA.
+
+    Copies are then as large as all gradients, such as SGD's with weight decay. (torch 2.13, optim/optimizer.py
+    `_default_to_fused_or_foreach`, which looks at a tensor's class and its device; DTensor is not among the classes.)
+    """
+    for group in optimizer.param_groups:
+        left_to_torch = group.get("foreach", True) is None and group.get("fused") is None
+        if left_to_torch and all(type(one) in (torch.nn.Parameter, FakeTensor) for one in group["params"]):
+            group["foreach"] = True
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

@@ -31,6 +31,7 @@ from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, shorten_apart, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.fake_values import Answers, KnownValues, Routing
+from finetune.forecast.operator_costs import take_at_once
 from finetune.forecast.trace import Trace, WholeBase
 from finetune.forecast.trace_recorder import TracedMonitor, TraceRecorder
 from finetune.forecast.traced_engine import Traced, TracedEngine
@@ -329,6 +330,8 @@ class _TracedStep:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             optimizer = optimizers.make(name, config.optimizer, 1e-4, self._model)
         self.engine = self._make_engine(setting, optimizer)
+        if card.type == "cuda":
+            take_at_once(optimizer)
         capability = card.capability if card.type == "cuda" else None
         self._step = Step(
             engine=self.engine,

@@ -157,20 +157,6 @@ IS_AUTOCAST_ENABLED = Patch(
     "Without an argument it answers for CUDA; a trace of CUDA runs under the CPU's autocast.",
     _FAKE_CUDA,
 )
-FOREACH_DEVICES = Patch(
-    "torch.optim.optimizer:_get_foreach_kernels_supported_devices",
-    "torch 2.13",
-    "()",
-    "On CUDA an optimizer updates all weights at once; its trace on CPU tensors must too.",
-    _FAKE_CUDA,
-)
-FOREACH_TYPES = Patch(
-    "torch.optim.optimizer:_foreach_supported_types",
-    "torch 2.13",
-    "list",
-    "The same choice looks at a tensor's class, in a trace FakeTensor.",
-    "torch lists FakeTensor.",
-)
 FOREACH_CLIPPING = Patch(
     "torch.nn.utils.clip_grad:_has_foreach_support",
     "torch 2.13",

@@ -58,16 +58,27 @@ def test_autocast_is_asked_about_by_any_name_and_answers_for_the_device_of_the_t
 def test_torch_optimizers_and_clipping_take_lists_on_a_card() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.nn.utils import clip_grad
-    from torch.optim.optimizer import _default_to_fused_or_foreach
 
     with FakeTensorMode():
         weights = [torch.nn.Parameter(torch.empty(3)) for _ in range(2)]
     device = torch.device("cpu")
-    assert _default_to_fused_or_foreach(weights, differentiable=False) == (False, False)
     assert not clip_grad._has_foreach_support(weights, device)
     with CARD.as_there():
-        assert _default_to_fused_or_foreach(weights, differentiable=False) == (False, True)
         assert clip_grad._has_foreach_support(weights, device)
+    plain, fused = torch.optim.SGD(weights), torch.optim.AdamW(weights, fused=True)
+    for optimizer in (plain, fused):
+        operator_costs.take_at_once(optimizer)
+    assert plain.param_groups[0]["foreach"]
+    assert not fused.param_groups[0]["foreach"]
+
+
+def test_an_optimizer_takes_shards_one_by_one_on_a_card_too() -> None:
+    class Shard(torch.nn.Parameter):
+        pass
+
+    optimizer = torch.optim.SGD([Shard(torch.empty(3))])
+    operator_costs.take_at_once(optimizer)
+    assert optimizer.param_groups[0]["foreach"] is None
 
 
 @pytest.mark.parametrize(("tokens", "padded"), [(24, 24), (30, 32), (25, 32)])

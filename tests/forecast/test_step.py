@@ -66,8 +66,7 @@ def test_the_forecast_holds_against_a_trained_step(name: str, children: Children
 def functions() -> list[Any]:
     """Those of libraries that tracing a step, for a CPU or for CUDA, replaces."""
     from peft.tuners.lora import dora
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
+    from torch.nn.utils import clip_grad
     from transformers import masking_utils
 
     replaced: list[tuple[Any, str]] = [
@@ -75,9 +74,7 @@ def functions() -> list[Any]:
         (dora, "dequantize_module_weight"),
         (dora.DoraLinearLayer, "update_layer"),
         (torch, "is_autocast_enabled"),
-        (optimizer, "_get_foreach_kernels_supported_devices"),
-        (optimizer, "_foreach_supported_types"),
-        (_foreach_utils, "_foreach_supported_types"),
+        (clip_grad, "_has_foreach_support"),
     ]
     return [vars(owner).get(name, "missing") for owner, name in replaced]
 
