@@ -115,13 +115,6 @@ COMPILE = Patch(
     "On import bitsandbytes compiles kernels of its slowest backend, which loads inductor for a second.",
     "bitsandbytes compiles at the first call.",
 )
-VALIDATED_DISTRIBUTIONS = Patch(
-    "torch.distributions:Distribution._validate_args",
-    "torch 2.13",
-    "bool",
-    "On the meta device there are no values to validate, such as those of Gemma 3n's normal distribution.",
-    "torch validates no tensors of the meta device.",
-)
 GET_RNG_STATE = Patch(
     "torch:get_rng_state",
     "torch 2.13",

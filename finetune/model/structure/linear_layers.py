@@ -146,7 +146,7 @@ def _pass(
         torch.random.fork_rng([]),
         torch.enable_grad(),
         patches.IS_TRACING.by(lambda tensor=None: True),
-        patches.VALIDATED_DISTRIBUTIONS.by(False),
+        _unvalidated(),
         _watched(layers, read),
         _without_experts(model) as computed,
     ):
@@ -158,6 +158,20 @@ def _pass(
             model.train(was_training)
     reached = leaves(logits)
     return {layer for layer in layers if layer.weight in reached} | computed
+
+
+@contextlib.contextmanager
+def _unvalidated() -> Iterator[None]:
+    """In the block, distributions take tensors of the meta device, which have no values to validate, such as Gemma
+    3n's normal one; afterwards they validate as torch does by default.
+    """
+    from torch.distributions import Distribution
+
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(__debug__)
 
 
 def leaves(output: torch.Tensor) -> set[torch.Tensor]:
