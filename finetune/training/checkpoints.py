@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,15 @@ class Checkpoints:
     verified: set[Path]
     saved: Callable[[Path], None]
     confirm: Callable[[], None]
-    _thread: threading.Thread | None = field(default=None, init=False)
-    _written: Path | None = field(default=None, init=False)
-    _error: BaseException | None = field(default=None, init=False)
+    _writing: tuple[threading.Thread, Future[Path]] | None = field(default=None, init=False)
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises MachineError or NumbersError if writing failed."""
-        if self._thread:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        written, self._written = self._written, None
-        if error:
-            raise error
-        if written:
-            self.saved(written)
+        if self._writing:
+            thread, written = self._writing
+            thread.join()
+            self._writing = None
+            self.saved(written.result())
 
     def save(self, progress: Progress) -> None:
         """Copy the state to host memory; it is written, verified and published while training continues."""
@@ -77,26 +72,30 @@ class Checkpoints:
         self.step.monitor.take("save")
         if contents and ranks.is_main():
             # A daemon thread, so that a second Ctrl-C ends the process at once; an unfinished save does no harm.
-            arguments = contents, progress.best_step, time.perf_counter() - started, peak
-            self._thread = threading.Thread(target=self._write, args=arguments, name="save", daemon=True)
-            self._thread.start()
+            written: Future[Path] = Future()
+            arguments = written, contents, progress.best_step, time.perf_counter() - started, peak
+            thread = threading.Thread(target=self._write, args=arguments, name="save", daemon=True)
+            self._writing = thread, written
+            thread.start()
 
-    def _write(self, contents: Contents, best_step: int | None, held_seconds: float, peak: Peak) -> None:
+    def _write(
+        self, written: Future[Path], contents: Contents, best_step: int | None, held_seconds: float, peak: Peak
+    ) -> None:
         started = time.perf_counter()
         try:
             with while_writing(self.run.checkpoint(contents.step)):
-                written = checkpoint.write(self.run, contents)
-            self.verified.add(written)
+                path = checkpoint.write(self.run, contents)
+            self.verified.add(path)
             seconds = held_seconds + time.perf_counter() - started
             self.run.event(
                 "saved", step=contents.step, seconds=round(seconds, 3), held_seconds=round(held_seconds, 3), memory=peak
             )
             checkpoint.prune(self.run, self.keep, best_step, self.verified)
-            self._written = written
+            written.set_result(path)
         except OSError as error:
-            self._error = MachineError(f"checkpoints in {self.run.checkpoints}: {error}")
+            written.set_exception(MachineError(f"checkpoints in {self.run.checkpoints}: {error}"))
         except BaseException as error:
-            self._error = error
+            written.set_exception(error)
 
     def holds(self, progress: Progress) -> bool:
         """Whether this step is saved."""
