@@ -56,7 +56,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     "outlines": (
         {
             "finetune.data.outline": "check _Marked.message _Marked.value _Marked.schema _Marked._add _Marked._text "
-            "_Marked._key _Marked._content _Marked._call _Marked._id _outline _lost_names _lost_constant _rendered "
+            "_Marked._key _Marked._id _outline _lost_names _lost_constant _rendered "
             "_lost_of_tools _named _shown _refuse_lost refusal thought_remedy _places _after _forms _search",
         },
         ["data/test_outlines.py", "data/test_thoughts.py"],
@@ -64,12 +64,11 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     "masks": (
         {
             "finetune.data.tokenizing": "answered _tokenized _runs",
-            "finetune.data.chat": "heads is_empty trained_turns _encoding "
-            "_segment _closed _end _tokens _chat",
+            "finetune.data.chat": "heads is_empty trained_turns _encoding _segment _closed _end _tokens",
             "finetune.data.encoded": "Encoded.trained Segment.trained Segment.cut",
             "finetune.data.masks": "answer_turns mask marks_generation "
-            "rendering _by_marks _end_of_call _by_prefixes _turn_end _closed _wordless _words",
-            "finetune.data.lengths": "_error _truncate _last_answer _in_pieces",
+            "rendering _by_marks _by_prefixes _turn_end _closed _wordless _words",
+            "finetune.data.lengths": "_error _truncate _in_pieces",
         },
         ["data/test_lengths.py", "data/test_marks.py", "data/test_chat_masks.py", "data/test_known_templates.py",
          "data/test_formats.py", "data/test_control_tokens.py", "data/test_row_limits.py", "data/test_prepare.py",
@@ -77,8 +76,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     ),
     "normaliser": (
         {
-            "finetune.data.batching": "RowOrder.__iter__ RowOrder._grouped MicroBatching.of MicroBatching.capacity "
-            "micro_batches _best_fit",
+            "finetune.data.batching": "RowOrder.__iter__ MicroBatching.of MicroBatching.capacity micro_batches",
             "finetune.data.encoded": "lengths_of segments_of",
             "finetune.training.collator": "MicroBatches.__call__ MicroBatches.micro_batch split first_row _rows "
             "_packed_rows",

@@ -68,9 +68,7 @@ class RowOrder(Sampler[int]):
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
         if not self.group_by_length:
             return iter(order)
-        return iter([index for batch in self._grouped(order, generator) for index in batch])
-
-    def _grouped(self, order: list[int], generator: torch.Generator) -> Iterator[list[int]]:
+        grouped: list[int] = []
         window = self.batch_size * _WINDOW_BATCHES
         for start in range(0, len(order), window):
             rows = sorted(order[start : start + window], key=_likeness(self.lengths, self.areas))
@@ -78,8 +76,9 @@ class RowOrder(Sampler[int]):
             # A short batch must stay last, or every later batch would straddle two length groups.
             full = [batch for batch in batches if len(batch) == self.batch_size]
             for number in torch.randperm(len(full), generator=generator).tolist():
-                yield full[number]
-            yield from batches[len(full) :]
+                grouped += full[number]
+            grouped += itertools.chain.from_iterable(batches[len(full) :])
+        return iter(grouped)
 
 
 @dataclass(frozen=True)
@@ -198,9 +197,18 @@ def micro_batches(lengths: Sequence[int], way: MicroBatching, areas: Sequence[in
     order = sorted(range(len(lengths)), key=_likeness(lengths, areas), reverse=bool(way.tokens))
     if not way.tokens:
         return [order[at : at + way.rows] for at in range(0, len(order), way.rows)]
-    if way.packed:
-        return _best_fit(order, lengths, way.tokens)
     parts: list[list[int]] = []
+    if way.packed:
+        room: list[tuple[int, int]] = []  # (tokens left, micro-batch), sorted
+        for row in order:
+            at = bisect_left(room, (lengths[row], -1))
+            left, number = room.pop(at) if at < len(room) else (way.tokens, len(parts))
+            if number == len(parts):
+                parts.append([])
+            parts[number].append(row)
+            if left > lengths[row]:
+                insort(room, (left - lengths[row], number))
+        return parts
     longest = 0
     for row in order:
         longest = max(longest, lengths[row])
@@ -221,20 +229,6 @@ def epoch(
         own = [lengths[row] for row in step]
         for part in micro_batches(own, way, [areas[row] for row in step] if areas else ()):
             yield [own[row] for row in part]
-
-
-def _best_fit(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, micro-batch), sorted
-    for row in order:
-        at = bisect_left(room, (lengths[row], -1))
-        left, number = room.pop(at) if at < len(room) else (tokens, len(bins))
-        if number == len(bins):
-            bins.append([])
-        bins[number].append(row)
-        if left > lengths[row]:
-            insort(room, (left - lengths[row], number))
-    return bins
 
 
 @dataclass(frozen=True)
@@ -379,7 +373,13 @@ def _largest_packed(
     """
     assert way.tokens
     in_order = sorted(sizes.lengths, reverse=True)
-    tokens = max(in_order[0], min(sum(in_order[:step_rows]), _largest_sum(in_order, way.tokens)))
+    # The largest sum of any rows within the limit: bit n of `sums` is set if some of them add up to n.
+    within, sums = (1 << (way.tokens + 1)) - 1, 1
+    for length in in_order:
+        sums |= (sums << length) & within
+        if sums >> way.tokens:
+            break
+    tokens = max(in_order[0], min(sum(in_order[:step_rows]), sums.bit_length() - 1))
     sequences: list[int] = []
     shared: list[int] = []
     left = tokens
@@ -439,16 +439,6 @@ def chosen_rows(sizes: Sizes, batch: LargestBatch) -> list[int]:
 def longest_first(lengths: Sequence[int]) -> list[int]:
     """Row indices, the longest first; of equal rows, the first."""
     return sorted(range(len(lengths)), key=lambda row: -lengths[row])
-
-
-def _largest_sum(lengths: Sequence[int], limit: int) -> int:
-    """The largest subset sum of `lengths` within `limit`, or 0. Bit n of `sums` is set if some subset sums to n."""
-    within, sums = (1 << (limit + 1)) - 1, 1
-    for length in lengths:
-        sums |= (sums << length) & within
-        if sums >> limit:
-            return limit
-    return sums.bit_length() - 1
 
 
 def _worst_batch(sizes: Sizes, micro_batch: int, segments: int, source: str) -> LargestBatch:

@@ -123,27 +123,25 @@ def _names_in(chat_template: str) -> frozenset[str]:
 
 def is_empty(content: Content, loss_on: LossOn = "assistant") -> bool:
     """Whether everything to be trained is blank in a segment: answers of white space without a tool call."""
-    return any(_is_empty(example, loss_on) for example in parts(content))
-
-
-def _is_empty(example: Example, loss_on: LossOn) -> bool:
-    match example:
-        case Chat(messages):
-            match loss_on:
-                case "all":
-                    turns = [*range(len(messages))]
-                case "end":
-                    turns = [turn for turn in range(len(messages)) if turn not in example.context]
-                case _:
-                    turns = trained_turns(example, loss_on)
-            contents = [text_of(messages[turn]).strip() or messages[turn].get("tool_calls") for turn in turns]
-            return bool(contents) and not any(contents)
-        case Completion(prompt, completion):
-            return not completion.strip() and (loss_on != "all" or not prompt.strip())
-        case Text(text):
-            return not text.strip()
-        case Tokens():
-            return False
+    for example in parts(content):
+        trained: Sequence[Any] = ()
+        match example:
+            case Chat(messages):
+                match loss_on:
+                    case "all":
+                        turns = [*range(len(messages))]
+                    case "end":
+                        turns = [turn for turn in range(len(messages)) if turn not in example.context]
+                    case _:
+                        turns = trained_turns(example, loss_on)
+                trained = [text_of(messages[turn]).strip() or messages[turn].get("tool_calls") for turn in turns]
+            case Completion(prompt, completion):
+                trained = [completion.strip(), loss_on == "all" and prompt.strip()]
+            case Text(text):
+                trained = [text.strip()]
+        if trained and not any(trained):
+            return True
+    return False
 
 
 def trained_turns(example: Chat, loss_on: LossOn) -> list[int]:
@@ -178,9 +176,20 @@ def _segment(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: 
     if loss_on == "end":
         return (yield from _scored(example, tokenizer))
     match example:
-        case Chat(escaped=escaped):
-            segment = yield from _chat(example, tokenizer, loss_on)
-            return replace(segment, escaped=escaped, media=example.images)
+        case Chat(messages, escaped=escaped):
+            lost_thoughts = False
+            if loss_on == "all":
+                ids = (yield from masks.rendering(example, len(messages), tokenizer, checked=True)).ids
+                labels = list(ids)
+            elif not masks.answer_turns(messages):
+                raise RowError("the conversation has no assistant turn, so there is nothing to train")
+            else:
+                turns = trained_turns(example, loss_on)
+                ids, spans, lost_thoughts = yield from masks.mask(example, turns, tokenizer)
+                labels = [IGNORE] * len(ids)
+                for start, end in spans:
+                    labels[start:end] = ids[start:end]
+            return Segment(ids, labels, escaped=escaped, lost_thoughts=lost_thoughts, media=example.images)
         case Completion(text, answer, escaped):
             # Prompt and completion are tokenized separately, as in generation, so no token spans the boundary.
             prompt = yield from _text(text, escaped, tokenizer, continued=True)
@@ -289,16 +298,3 @@ def _tokens(example: Tokens, tokenizer: Any) -> Segment:
             "have the same ones"
         )
     return Segment(ids, labels, teacher=example.teacher)
-
-
-def _chat(example: Chat, tokenizer: Any, loss_on: LossOn) -> Asking[Segment]:
-    if loss_on == "all":
-        whole = yield from masks.rendering(example, len(example.messages), tokenizer, checked=True)
-        return Segment(whole.ids, list(whole.ids))
-    if not masks.answer_turns(example.messages):
-        raise RowError("the conversation has no assistant turn, so there is nothing to train")
-    ids, spans, lost_thoughts = yield from masks.mask(example, trained_turns(example, loss_on), tokenizer)
-    labels = [IGNORE] * len(ids)
-    for start, end in spans:
-        labels[start:end] = ids[start:end]
-    return Segment(ids, labels, lost_thoughts=lost_thoughts)

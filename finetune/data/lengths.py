@@ -56,7 +56,10 @@ def _truncate(row: Segment, limit: int) -> tuple[str, list[Segment]]:
     the limit leaves a quarter of the row to its prompt. An earlier answer that lost its beginning is kept as context,
     but not trained.
     """
-    start, end = _last_answer(row)
+    end = max((at for at, label in enumerate(row.labels) if label != IGNORE), default=-1) + 1
+    start = end  # of the last answer, the last contiguous run of trained tokens
+    while start > 0 and row.labels[start - 1] != IGNORE:
+        start -= 1
     room = limit - (end - start)
     prompt = min(start, room if room > 0 else max(1, limit // 4))
     tools = [at for at in range(*row.head.tools) if at < start]
@@ -80,15 +83,6 @@ def _truncate(row: Segment, limit: int) -> tuple[str, list[Segment]]:
     positions = [*head[: bisect_left(head, begin)], *range(begin, len(labels))][:limit]
     kept = replace(row, labels=labels).some(positions)
     return ("truncated" if positions[-1] >= end - 1 else "answer truncated"), [kept]
-
-
-def _last_answer(row: Segment) -> tuple[int, int]:
-    """Start and end of the last contiguous run of trained tokens."""
-    end = max((at for at, label in enumerate(row.labels) if label != IGNORE), default=-1) + 1
-    start = end
-    while start > 0 and row.labels[start - 1] != IGNORE:
-        start -= 1
-    return start, end
 
 
 def _in_pieces(row: Segment, limit: int) -> tuple[str, list[Segment]]:

@@ -69,22 +69,30 @@ def mask(example: Chat, turns: list[int], tokenizer: Any) -> Asking[Mask]:
     text, marks = _text(example, len(example.messages), tokenizer, marks=marked)
     found = outline.check(example, text, tokenizer, marks=marked)
     _refuse_other_prompt(example, turns, found, tokenizer)
-    marks = _after_headers(example, text, marks, found)
+    spans = [span for span in marks if span[0] < span[1]]
+    answers = answer_turns(example.messages)
+    if found.outline is not None and len(spans) == len(answers):
+        # The template's marks may include what its prompt writes of a turn.
+        headers = [found.outline.headers.get(turn, "") for turn in answers]
+        marks = [
+            (start + len(header) * text.startswith(header, start), end)
+            for header, (start, end) in zip(headers, spans, strict=True)
+        ]
     whole = yield _part(example, len(example.messages), text, marks)
     if (last := example.messages[-1])["role"] == "assistant":
         end = template.unwritten_ends(tokenizer)[bool(last.get("tool_calls"))]
         whole = whole._replace(ids=whole.ids + end)
     thoughtful = [turn for turn in turns if turn not in found.without_thought]
-    spans = _by_marks(example, thoughtful, whole, tokenizer) if marked else None
-    if spans is None:
-        spans = yield from _by_prefixes(example, thoughtful, whole.ids, _Rendering(text, found.places), tokenizer)
+    trained = _by_marks(example, thoughtful, whole, tokenizer) if marked else None
+    if trained is None:
+        trained = yield from _by_prefixes(example, thoughtful, whole.ids, _Rendering(text, found.places), tokenizer)
     if re.search("think|thought|analysis", str(tokenizer.chat_template)):
-        spans = [
+        trained = [
             (_after_empty_thought(example, turn, whole.ids, start, end, tokenizer), end)
-            for turn, (start, end) in zip(thoughtful, spans, strict=True)
+            for turn, (start, end) in zip(thoughtful, trained, strict=True)
             if _thought(example, turn, tokenizer) in _letters(tokenizer.decode(whole.ids[start:end]))
         ]
-    return Mask(whole.ids, spans, lost_thoughts=len(spans) < len(turns))
+    return Mask(whole.ids, trained, lost_thoughts=len(trained) < len(turns))
 
 
 def _refuse_other_prompt(example: Chat, turns: list[int], found: outline.Found, tokenizer: Any) -> None:
@@ -99,19 +107,6 @@ def _refuse_other_prompt(example: Chat, turns: list[int], found: outline.Found, 
             )
         if turn in turns and "</think>" in beyond and _thought(example, turn, tokenizer):
             raise RowError(_CLOSED.format(turn))
-
-
-def _after_headers(example: Chat, text: str, marks: list[Span], found: outline.Found) -> list[Span]:
-    """The template's marks without what its prompt writes of a turn."""
-    spans = [span for span in marks if span[0] < span[1]]
-    answers = answer_turns(example.messages)
-    if found.outline is None or len(spans) != len(answers):
-        return marks
-    headers = [found.outline.headers.get(turn, "") for turn in answers]
-    return [
-        (start + len(header) * text.startswith(header, start), end)
-        for header, (start, end) in zip(headers, spans, strict=True)
-    ]
 
 
 def _thought(example: Chat, turn: int, tokenizer: Any) -> str:
@@ -170,7 +165,26 @@ def _text(
     except FinetuneError:
         raise
     except Exception as error:  # a template may raise anything; it is the row that it rejects
-        raise RowError(_refusal(example, str(error), tokenizer)) from None
+        refusal, remedy = str(error).lower(), ""
+        calls = any(message.get("tool_calls") for message in example.messages)
+        for name, used in (("tools", example.tools), ("tool_calls", calls)):
+            if used and name not in str(tokenizer.chat_template):
+                raise RowError(outline.refusal(name)) from None
+        if "alternate" in refusal:
+            remedy = ". Merge consecutive messages of the same role"
+        elif "system" in refusal:
+            remedy = (
+                ". Move the system text to the start of the first user message, or set `data.chat_template` to a "
+                "template with a system role"
+            )
+        elif calls and "concatenate str" in refusal:
+            remedy = (
+                ". It takes the arguments of a call for text, though templates get an object; set "
+                "`data.chat_template` to one that renders the arguments with `tojson`"
+            )
+        elif example.tools and ("no attribute" in refusal or "undefined" in refusal):
+            remedy = ". It may read a field that a tool of the row lacks, such as `description` or `parameters`"
+        raise RowError(f"the chat template refuses it: {error}{remedy}") from None
 
 
 def _part(example: Chat, messages: int, text: str, marks: list[Span]) -> TextPart:
@@ -179,56 +193,29 @@ def _part(example: Chat, messages: int, text: str, marks: list[Span]) -> TextPar
     return TextPart(text, marks=marks, escaped=example.escaped)
 
 
-def _refusal(example: Chat, error: str, tokenizer: Any) -> str:
-    calls = any(message.get("tool_calls") for message in example.messages)
-    for name, used in (("tools", example.tools), ("tool_calls", calls)):
-        if used and name not in str(tokenizer.chat_template):
-            return outline.refusal(name)
-    refusal, remedy = error.lower(), ""
-    if "alternate" in refusal:
-        remedy = ". Merge consecutive messages of the same role"
-    elif "system" in refusal:
-        remedy = (
-            ". Move the system text to the start of the first user message, or set `data.chat_template` to a template "
-            "with a system role"
-        )
-    elif calls and "concatenate str" in refusal:
-        remedy = (
-            ". It takes the arguments of a call for text, though templates get an object; set `data.chat_template` to "
-            "one that renders the arguments with `tojson`"
-        )
-    elif example.tools and ("no attribute" in refusal or "undefined" in refusal):
-        remedy = ". It may read a field that a tool of the row lacks, such as `description` or `parameters`"
-    return f"the chat template refuses it: {error}{remedy}"
-
-
 def _by_marks(example: Chat, turns: list[int], whole: Tokenized, tokenizer: Any) -> list[Span] | None:
     """Spans by the template's marks; None unless they map to exactly one run of tokens per answer."""
     answers = answer_turns(example.messages)
     if whole.runs is None or len(whole.runs) != len(answers):
         return None
     runs = dict(zip(answers, whole.runs, strict=True))
+    special, ends = template.special_ids(tokenizer), template.end_of_turn(tokenizer)
     for turn in turns:
-        if example.messages[turn].get("tool_calls"):
-            runs[turn] = runs[turn][0], _end_of_call(whole.ids, *runs[turn], tokenizer)
+        if not example.messages[turn].get("tool_calls"):
+            continue
+        # The marks of a call may exclude what closes it: the end-of-turn token (which `_closed` includes), or another
+        # one in its place, if no word comes before.
+        start, end = runs[turn]
+        closing = [at for at in _wordless(whole.ids, range(end, len(whole.ids)), tokenizer) if whole.ids[at] in special]
+        within = _wordless(whole.ids, range(end - 1, start - 1, -1), tokenizer)
+        if of_turn := [at for at in closing if whole.ids[at] == ends]:
+            runs[turn] = start, of_turn[0]
+        elif closing and not any(whole.ids[at] in special for at in within):
+            runs[turn] = start, closing[0] + 1
     try:
         return [_closed(whole.ids, *runs[turn], turn, tokenizer) for turn in turns]
     except RowError:
         return None  # fall back to comparing renderings
-
-
-def _end_of_call(ids: list[int], start: int, end: int, tokenizer: Any) -> int:
-    """The end of a tool call whose marks end at `end` and may exclude what closes it.
-
-    That is the end-of-turn token (which `_closed` includes), or another one in its place, if no word comes before.
-    """
-    special, ends = template.special_ids(tokenizer), template.end_of_turn(tokenizer)
-    closing = [at for at in _wordless(ids, range(end, len(ids)), tokenizer) if ids[at] in special]
-    for at in closing:
-        if ids[at] == ends:
-            return at
-    is_closed = any(ids[at] in special for at in _wordless(ids, range(end - 1, start - 1, -1), tokenizer))
-    return closing[0] + 1 if closing and not is_closed else end
 
 
 def _by_prefixes(

@@ -145,7 +145,13 @@ class _Marked:
         marked = dict(message)
         content = message.get("content")
         if isinstance(content, str):
-            marked["content"] = self._content(content, (*where, "content"), number, message["role"])
+            # An answer's thoughts within tags have marks of their own; texts and tags alternate.
+            thinks = message["role"] == "assistant" and "</think>" in content
+            pieces = [*_TAG.split(content), ""] if thinks else [content, ""]
+            marked["content"] = "".join(
+                self._text(piece, (*where, "content"), number, "thought" if tag == "</think>" else "text") + tag
+                for piece, tag in zip(pieces[::2], pieces[1::2], strict=True)
+            )
         elif isinstance(content, list):
             marked["content"] = [
                 {**part, "text": self._text(part["text"], (*where, "content", at), number)} if "text" in part else part
@@ -158,9 +164,15 @@ class _Marked:
                     thoughts[thought] = self._text(thought, (*where, name), number, "thought")
                 marked[name] = thoughts[thought]
         if calls := message.get("tool_calls"):
-            marked["tool_calls"] = [
-                self._call(call, (*where, "tool_calls", at), number) for at, call in enumerate(calls)
-            ]
+            marked["tool_calls"] = []
+            for at, call in enumerate(calls):
+                inner, function, copy = (*where, "tool_calls", at), call["function"], dict(call)
+                if isinstance(name := call.get("id"), str):
+                    copy["id"] = self._id(False, name, (*inner, "id"), number)
+                inner, name = (*inner, "function"), function["name"]
+                self._ids[True, name] = mark = self._text(name, (*inner, "name"), number)
+                arguments = self.value(function["arguments"], (*inner, "arguments"), number)
+                marked["tool_calls"].append({**copy, "function": {**function, "name": mark, "arguments": arguments}})
         for name in ("name", "tool_call_id"):
             if isinstance(repeated := message.get(name), str):
                 marked[name] = self._id(name == "name", repeated, (*where, name), number)
@@ -220,27 +232,6 @@ class _Marked:
 
     def _key(self, key: str, where: Keys, number: int) -> str:
         return f"{key}0qz{self._add(Leaf(where, key, 'key', number)):05d}zq"
-
-    def _content(self, text: str, where: Keys, number: int, role: str) -> str:
-        """An answer's thoughts within tags have marks of their own."""
-        if role != "assistant" or "</think>" not in text:
-            return self._text(text, where, number)
-        pieces = [*_TAG.split(text), ""]  # texts and tags alternate
-        return "".join(
-            self._text(piece, where, number, "thought" if tag == "</think>" else "text") + tag
-            for piece, tag in zip(pieces[::2], pieces[1::2], strict=True)
-        )
-
-    def _call(self, call: Mapping[str, Any], where: Keys, number: int) -> dict[str, Any]:
-        marked, function = dict(call), call["function"]
-        if isinstance(name := call.get("id"), str):
-            marked["id"] = self._id(False, name, (*where, "id"), number)
-        name, inner = function["name"], (*where, "function")
-        mark = self._text(name, (*inner, "name"), number)
-        self._ids[True, name] = mark
-        arguments = self.value(function["arguments"], (*inner, "arguments"), number)
-        marked["function"] = {**function, "name": mark, "arguments": arguments}
-        return marked
 
     def _id(self, is_name: bool, text: str, where: Keys, number: int) -> str:
         """The mark of an id or a name that other messages repeat: of nine characters, as some templates require."""
