@@ -17,7 +17,6 @@ from finetune.data.examples import (
     Completion,
     Content,
     Example,
-    Message,
     NoSuchField,
     RowError,
     Several,
@@ -82,7 +81,12 @@ def _preference(fields: Fields) -> Example:
     """The chosen answer after the prompt; without a prompt, after the common prefix of chosen and rejected."""
     if isinstance(fields.get("chosen"), list):
         chosen, rejected = read_messages(fields, "chosen"), read_messages(fields, "rejected")
-        prompt = _prompt_messages(fields)
+        if isinstance(fields.get("prompt"), list):
+            prompt = read_messages(fields, "prompt")
+        elif fields.get("prompt") is not None:
+            prompt = [{"role": "user", "content": row.text(fields, "prompt")}]
+        else:
+            prompt = [] if fields.get("instruction") is None else instruction_messages(fields)
         common = min(examples.in_common(chosen, rejected), len(chosen) - 1)
         # Some data sets repeat the prompt at the start of each answer.
         if chosen[: len(prompt)] == prompt:
@@ -96,14 +100,6 @@ def _preference(fields: Fields) -> Example:
         return conversation([*asked, {"role": "assistant", "content": chosen_text}], fields, range(len(asked)))
     shared = examples.whole_words_in_common(chosen_text, rejected_text)
     return Completion(chosen_text[:shared], chosen_text[shared:], one_text=True)
-
-
-def _prompt_messages(fields: Fields) -> list[Message]:
-    if isinstance(fields.get("prompt"), list):
-        return read_messages(fields, "prompt")
-    if fields.get("prompt") is None:
-        return [] if fields.get("instruction") is None else instruction_messages(fields)
-    return [{"role": "user", "content": row.text(fields, "prompt")}]
 
 
 def _unpadded(fields: Fields) -> tuple[Tokens, int]:

@@ -43,11 +43,18 @@ def given(rows: Iterable[Any], key: str) -> str:
                 {name: columnar.as_written(value, types.get(name)) for name, value in row.items()}
                 for row in rows.decode(False)
             )
-    kept = (
-        of_dataset(rows)
-        if datasets and isinstance(rows, datasets.Dataset)
-        else [_copied(row, f"{key}[{index}]") for index, row in enumerate(rows)]
-    )
+    kept: Iterable[Mapping[str, Any]]
+    if datasets and isinstance(rows, datasets.Dataset):
+        kept = of_dataset(rows)
+    else:
+        kept = []
+        for index, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise DataError(f"{key}[{index}]: a row must be a dict of its fields by name, not {kind_of(row)}")
+            try:
+                kept.append(plain(row))
+            except RowError as error:
+                raise DataError(f"{key}[{index}]: {error}") from None
     digest, size_bytes = hashlib.sha256(), 0
     for row in kept:
         text = as_json(row).encode() + b"\n"
@@ -56,15 +63,6 @@ def given(rows: Iterable[Any], key: str) -> str:
     name = GIVEN + digest.hexdigest()[:_DIGITS]
     _KEPT[name] = kept, size_bytes
     return name
-
-
-def _copied(row: Any, location: str) -> dict[str, Any]:
-    if not isinstance(row, Mapping):
-        raise DataError(f"{location}: a row must be a dict of its fields by name, not {kind_of(row)}")
-    try:
-        return plain(row)
-    except RowError as error:
-        raise DataError(f"{location}: {error}") from None
 
 
 @dataclass(frozen=True)

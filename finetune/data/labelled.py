@@ -29,14 +29,9 @@ def read(fields: Fields) -> Several:
         example: Example = conversation(read_messages(fields, field), fields)
     else:
         example = Text(row.text(fields, field))
-    return Several({SEGMENT: example}, label=_name(fields))
-
-
-def _name(fields: Fields) -> str:
-    """The name of a row's class; that of an integer is its digits."""
     label = fields.get(LABEL)
     if type(label) is int:
-        return str(label)
+        label = str(label)
     if label is None or label == "":
         raise RowError(f"`{LABEL}` is missing, the class of the row: write its name or number, or remove the row")
     if not isinstance(label, str):
@@ -45,7 +40,7 @@ def _name(fields: Fields) -> str:
             + (f" with a fraction ({label})" if isinstance(label, float) else "; write text or an integer")
         )
     row.check_encodable(label, LABEL)
-    return label
+    return Several({SEGMENT: example}, label=label)
 
 
 def numbered(content: Content, labels: Sequence[str]) -> Content:

@@ -74,21 +74,20 @@ def _is_trained(message: Message, where: str) -> bool:
 
 
 def _tools(fields: Fields) -> list[dict[str, Any]] | None:
+    """The definitions of a row's functions as chat templates expect them."""
+    read = []
     for name in ("tools", "functions"):  # the second is OpenAI's older name
-        if tools := row.objects(fields, name):
-            return [_tool(tool, f"{name}[{index}]") for index, tool in enumerate(tools)]
+        for index, tool in enumerate(row.objects(fields, name) or ()):
+            where = f"{name}[{index}]"
+            row.check_numbers(tool, where)
+            wrapped = _function(tool, where, "`name`, `description` and `parameters`")
+            function = dict(wrapped["function"])
+            if "input_schema" in function and "parameters" not in function:  # Anthropic's name
+                function["parameters"] = function.pop("input_schema")
+            read.append({**wrapped, "function": function})
+        if read:
+            return read
     return None
-
-
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """The definition of a function as chat templates expect it."""
-    row.check_numbers(tool, where)
-    wrapped = _function(tool, where, "`name`, `description` and `parameters`")
-    function = wrapped["function"]
-    if "input_schema" in function and "parameters" not in function:  # Anthropic's name
-        function = {name: value for name, value in function.items() if name != "input_schema"}
-        wrapped["function"] = {**function, "parameters": wrapped["function"]["input_schema"]}
-    return wrapped
 
 
 def _function(value: Any, where: str, content: str) -> dict[str, Any]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from finetune.data.counts import Counts
 from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, MISMATCHED, Encoded, Segment
-from finetune.data.rows import RowTable, mapped, writer
+from finetune.data.rows import mapped, writer
 from finetune.data.sources import Row
 from finetune.errors import DataError
 
@@ -27,14 +26,6 @@ class OnePrompt(DataError):
     """All rows answer the same prompt, so that there is no answer to another one."""
 
 
-class _Located(NamedTuple):
-    """For each row, the start and length of its answer, in tokens, and a number for its prompt."""
-
-    starts: list[int]
-    lengths: list[int]
-    prompts: list[int]
-
-
 def add(file: Path, into: Path, counts: Counts, max_length: int, named: str) -> None:
     """Write the rows of `file`, each of one answer, `into` another file with their mismatched answers, and count them.
 
@@ -42,13 +33,22 @@ def add(file: Path, into: Path, counts: Counts, max_length: int, named: str) -> 
     one. Raises OnePrompt, naming the data.
     """
     rows = mapped(file)
-    answers = _answers(rows)
-    if len(set(answers.prompts)) < 2:
+    starts: list[int] = []  # of the answers, in tokens
+    lengths: list[int] = []
+    prompts: list[int] = []  # their numbers in order of appearance
+    known: dict[int, int] = {}  # these numbers, by the hash of a prompt's tokens
+    for row in rows:
+        ids, labels = row["input_ids"], row["labels"]
+        start = next(at for at, label in enumerate(labels) if label != IGNORE)
+        starts.append(start)
+        lengths.append(len(ids) - start)
+        prompts.append(known.setdefault(hash(tuple(ids[:start])), len(known)))
+    if len(known) < 2:
         raise OnePrompt(
             f"{named}: all answers are to one prompt, and `training.objective: kto` measures how likely answers to "
             "others are; add rows with other prompts"
         )
-    partners, starts = exchanged(answers.prompts, answers.lengths), answers.starts
+    partners = exchanged(prompts, lengths)
     with writer(into) as write:
         for at in range(0, len(rows), _BATCH_ROWS):
             others = partners[at : at + _BATCH_ROWS]
@@ -82,29 +82,11 @@ def exchanged(prompts: Sequence[int], lengths: Sequence[int]) -> list[int]:
         most = max(Counter(prompts[row] for row in window).values())
         for row, other in zip(window, window[most:] + window[:most], strict=True):
             partners[row] = other
-    others = _next_to_another_prompt(order, prompts)
-    return [other if prompts[other] != prompts[row] else others[row] for row, other in enumerate(partners)]
-
-
-def _next_to_another_prompt(order: Sequence[int], prompts: Sequence[int]) -> dict[int, int]:
-    """For each row, the next one, wrapping around, that has another prompt. There must be two prompts or more."""
-    following: dict[int, int] = {}
+    following: dict[int, int] = {}  # the next row, wrapping around, that has another prompt
     for at in range(2 * len(order) - 1, -1, -1):
         row, after = order[at % len(order)], order[(at + 1) % len(order)]
         if prompts[row] != prompts[after]:
             following[row] = after
         elif after in following:
             following[row] = following[after]
-    return following
-
-
-def _answers(rows: RowTable) -> _Located:
-    answers = _Located([], [], [])
-    known: dict[int, int] = {}  # numbers of prompts in order of appearance, by the hash of their tokens
-    for row in rows:
-        ids, labels = row["input_ids"], row["labels"]
-        start = next(at for at, label in enumerate(labels) if label != IGNORE)
-        answers.starts.append(start)
-        answers.lengths.append(len(ids) - start)
-        answers.prompts.append(known.setdefault(hash(tuple(ids[:start])), len(known)))
-    return answers
+    return [other if prompts[other] != prompts[row] else following[row] for row, other in enumerate(partners)]

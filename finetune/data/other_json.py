@@ -24,9 +24,15 @@ def advice(text: str) -> str:
         value = None
     if not isinstance(value, dict) or not value:
         return "expected a list of objects; if it has one object per line, name the file .jsonl"
-    if table := _orientation(value):
-        return f"expected a list of rows, not a table of pandas; {_PANDAS.format(table)}"
+    # A table of pandas in one object: in parts, or by columns.
     lists = {key: each for key, each in value.items() if _is_list_of_objects(each)}
+    columns = list(value.values())
+    numbered = all(isinstance(each, dict) and all(map(str.isdecimal, each)) for each in columns)
+    equal = not lists and all(isinstance(each, list) for each in columns) and len({*map(len, columns)}) == 1
+    split = isinstance(value.get("columns"), list) and isinstance(value.get("data"), list)
+    if split or numbered or equal:
+        table = _PANDAS.format("split" if split else "columns")
+        return f"expected a list of rows, not a table of pandas; {table}"
     if any("role" in each[0] or {"from", "value"} <= each[0].keys() for each in lists.values()):
         return "expected a list of rows, not one row; make a list with `jq -s .`"
     if not lists and all(isinstance(each, dict) for each in value.values()):
@@ -34,16 +40,6 @@ def advice(text: str) -> str:
     if not lists:
         return "expected a list of rows, not one object; if it is a row, make a list with `jq -s .`"
     return _about_list(*max(lists.items(), key=lambda item: len(item[1])))
-
-
-def _orientation(value: dict[str, Any]) -> str | None:
-    """pandas' name for the layout of a table in one object, by columns or in parts; None for another object."""
-    if isinstance(value.get("columns"), list) and isinstance(value.get("data"), list):
-        return "split"
-    columns = list(value.values())
-    numbered = all(isinstance(each, dict) and all(map(str.isdecimal, each)) for each in columns)
-    lists = all(isinstance(each, list) and not _is_list_of_objects(each) for each in columns)
-    return "columns" if numbered or (lists and len({*map(len, columns)}) == 1) else None
 
 
 def _about_list(key: str, items: list[dict[str, Any]]) -> str:

@@ -64,7 +64,12 @@ def read(fields: Fields) -> Several:
     else:
         chosen, rejected = read_answer(fields, "chosen"), read_answer(fields, "rejected")
     for names in _SCORES:
-        better, worse = (_score(fields, name) for name in names)
+        better, worse = (
+            None
+            if row.is_nothing(fields.get(name))
+            else row.number(fields[name], name, cure="remove the column if it holds none")
+            for name in names
+        )
         if better is not None and worse is not None and better <= worse:
             raise Unusable(TIE if better == worse else REVERSED)
 
@@ -79,12 +84,6 @@ def read_with_margin(fields: Fields) -> Several:
     """A pair with the number `margin`, by how much the chosen answer is better. Raises RowError and Unusable."""
     margin = row.number(fields.get("margin"), "margin", cure="rows without one are read by `data.format: pairs`")
     return Several(read(fields).segments, {"margin": margin})
-
-
-def _score(fields: Fields, name: str) -> float | None:
-    """A score; None without one."""
-    value = fields.get(name)
-    return None if row.is_nothing(value) else row.number(value, name, cure="remove the column if it holds none")
 
 
 def read_answer(fields: Fields, name: str) -> AnswerContent:
@@ -150,7 +149,19 @@ def _conversations(fields: Fields, answers: Mapping[str, list[Message]]) -> Seve
                 "`chosen` and `rejected` begin with different prompts; a pair answers one: make them equal, or remove "
                 "the row"
             )
-        prompt = _not_repeated(prompt, chosen[:common])
+
+        def said(message: Message) -> tuple[str, Any]:
+            content = message["content"]  # with images, a list of parts
+            return message["role"], content.strip() if isinstance(content, str) else content
+
+        # Some data sets repeat the prompt at the start of both conversations.
+        if all(said(message) in map(said, chosen[:common]) for message in prompt):
+            prompt = []
+        elif prompt[-1]["role"] == "user":
+            raise RowError(
+                "the prompt is not that with which `chosen` and `rejected` begin; remove it, or leave only the answers "
+                "in them"
+            )
         context = len(prompt) + common
     return Several({
         name: conversation([*prompt, *messages], fields, range(context), where=name)
@@ -166,23 +177,6 @@ def _question(messages: list[Message]) -> list[Message]:
             "remove it"
         )
     return messages
-
-
-def _not_repeated(prompt: list[Message], opening: list[Message]) -> list[Message]:
-    """`prompt`, unless both conversations, which begin with `opening`, repeat it, as some data sets do."""
-
-    def said(message: Message) -> tuple[str, Any]:
-        content = message["content"]  # with images, a list of parts
-        return message["role"], content.strip() if isinstance(content, str) else content
-
-    if all(said(message) in map(said, opening) for message in prompt):
-        return []
-    if prompt[-1]["role"] == "user":
-        raise RowError(
-            "the prompt is not that with which `chosen` and `rejected` begin; remove it, or leave only the answers in "
-            "them"
-        )
-    return prompt
 
 
 def read_prompt(fields: Fields) -> list[Message]:

@@ -74,17 +74,17 @@ def _together(problems: list[str]) -> list[str]:
         location = _LOCATION.fullmatch(problem)
         key = (location["before"], location["after"]) if location else (problem, "")
         rows.setdefault(key, []).append(int(location["number"]) if location else 0)
-    return [f"{before}{_ranges(numbers)}{after}" if after else before for (before, after), numbers in rows.items()]
-
-
-def _ranges(numbers: list[int]) -> str:
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    return ", ".join(f"{each[0]} to {each[-1]}" if len(each) > 1 else str(each[0]) for each in ranges)
+    together = []
+    for (before, after), numbers in rows.items():
+        ranges: list[list[int]] = []
+        for number in sorted(numbers):
+            if ranges and number == ranges[-1][-1] + 1:
+                ranges[-1].append(number)
+            else:
+                ranges.append([number])
+        named = ", ".join(f"{each[0]} to {each[-1]}" if len(each) > 1 else str(each[0]) for each in ranges)
+        together.append(f"{before}{named}{after}" if after else before)
+    return together
 
 
 def _shortened(problem: str) -> str:

@@ -39,35 +39,27 @@ TokenLogProbs = dict[int, float]
 def read(fields: Fields, tokens: Tokens, start: int) -> Tokens:
     """`tokens`, the row's from `start` on, with the teacher's log-probabilities of each. Raises RowError."""
     count = len(row.integers(fields, "input_ids"))
-    entries = _of_vllm(fields, count) if fields.get("prompt_logprobs") is not None else _of_lists(fields, count)
+    entries = []
+    if fields.get("prompt_logprobs") is not None:  # as vLLM returns them
+        for at, entry in enumerate(_list(fields, "prompt_logprobs", count)):
+            pairs = dict(entry or {}).items() if isinstance(entry or {}, Mapping) else None
+            if pairs is None or not all(isinstance(each, Mapping) and "logprob" in each for _, each in pairs):
+                raise RowError(f"`prompt_logprobs[{at}]` must be an object of token ids, each with its `logprob`")
+            numbers = [(int(token) if _ID.fullmatch(str(token)) else token, each["logprob"]) for token, each in pairs]
+            entries.append(_checked(numbers, f"[{at}]"))
+    else:
+        ids, log_probs = (_list(fields, name, count) for name in ("teacher_ids", "teacher_logprobs"))
+        for at, (own, values) in enumerate(zip(ids, log_probs, strict=True)):
+            own, values = own or [], values or []
+            if not isinstance(own, list) or not isinstance(values, list) or len(own) != len(values):
+                raise RowError(f"`teacher_ids[{at}]` and `teacher_logprobs[{at}]` must be lists of the same length")
+            entries.append(_checked(list(zip(own, values, strict=True)), f"[{at}]"))
     entries = entries[start : start + len(tokens.input_ids)]
     labels = tokens.input_ids if tokens.labels is None else tokens.labels
     for at, (entry, label) in enumerate(zip(entries, labels, strict=True)):
         if at and label != IGNORE and not entry:
             raise RowError(f"token {start + at} is trained and has no log-probabilities of a teacher")
     return replace(tokens, likely=entries)
-
-
-def _of_lists(fields: Fields, count: int) -> list[TokenLogProbs]:
-    ids, log_probs = (_list(fields, name, count) for name in ("teacher_ids", "teacher_logprobs"))
-    entries = []
-    for at, (own, values) in enumerate(zip(ids, log_probs, strict=True)):
-        own, values = own or [], values or []
-        if not isinstance(own, list) or not isinstance(values, list) or len(own) != len(values):
-            raise RowError(f"`teacher_ids[{at}]` and `teacher_logprobs[{at}]` must be lists of the same length")
-        entries.append(_checked(list(zip(own, values, strict=True)), f"[{at}]"))
-    return entries
-
-
-def _of_vllm(fields: Fields, count: int) -> list[TokenLogProbs]:
-    entries = []
-    for at, entry in enumerate(_list(fields, "prompt_logprobs", count)):
-        pairs = dict(entry or {}).items() if isinstance(entry or {}, Mapping) else None
-        if pairs is None or not all(isinstance(each, Mapping) and "logprob" in each for _, each in pairs):
-            raise RowError(f"`prompt_logprobs[{at}]` must be an object of token ids, each with its `logprob`")
-        numbers = [(int(token) if _ID.fullmatch(str(token)) else token, each["logprob"]) for token, each in pairs]
-        entries.append(_checked(numbers, f"[{at}]"))
-    return entries
 
 
 def _list(fields: Fields, name: str, count: int) -> list[Any]:

@@ -35,7 +35,15 @@ def read(fields: Fields) -> Several:
         if chosen == rejected:
             raise Unusable(EQUAL)
         return pair
-    return Several({ANSWER: _answer(fields)}, {DESIRABLE: float(_label(fields))})
+    answer = _answer(fields)
+    name = next((name for name in _LABELS if fields.get(name) is not None), _LABELS[0])
+    label = fields.get(name)
+    if not isinstance(label, bool):
+        has = "it is missing" if label is None else f"not {row.kind_of(label)}"
+        raise RowError(
+            f"`{name}` must be true for a desirable answer and false for another, a boolean of JSON or Parquet; {has}"
+        )
+    return Several({ANSWER: answer}, {DESIRABLE: float(label)})
 
 
 def rows_of(content: Content) -> dict[str, Content]:
@@ -46,17 +54,6 @@ def rows_of(content: Content) -> dict[str, Content]:
         name: Several({ANSWER: example}, {DESIRABLE: float(name == "chosen")})
         for name, example in content.segments.items()
     }
-
-
-def _label(fields: Fields) -> bool:
-    name = next((name for name in _LABELS if fields.get(name) is not None), _LABELS[0])
-    value = fields.get(name)
-    if not isinstance(value, bool):
-        has = "it is missing" if value is None else f"not {row.kind_of(value)}"
-        raise RowError(
-            f"`{name}` must be true for a desirable answer and false for another, a boolean of JSON or Parquet; {has}"
-        )
-    return value
 
 
 def _answer(fields: Fields) -> Example:
