@@ -65,7 +65,11 @@ def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
         return folder() / before
     with writing():
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-        _remove_unused()
+        for other in folder().iterdir():
+            with contextlib.suppress(OSError):
+                unused_seconds = time.time() - max(path.stat().st_mtime for path in (other, *other.glob("*")))
+                if unused_seconds > (_FILLED_SECONDS if other.name.startswith(_MAKING) else _KEPT_SECONDS):
+                    shutil.rmtree(other)
         made = Path(tempfile.mkdtemp(prefix=_MAKING, dir=folder()))
     try:
         fill(made)
@@ -73,7 +77,17 @@ def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
             atexit.register(shutil.rmtree, made, ignore_errors=True)
             return made
         with writing():
-            return _published(made, before)
+            target = folder() / before
+            files.flush(made)
+            if os.path.lexists(target) and not has(before):
+                shutil.rmtree(target, ignore_errors=True)
+            try:
+                made.rename(target)  # which fails if another process was faster: its entry may be in use
+            except OSError:
+                if not has(before):
+                    raise
+        shutil.rmtree(made, ignore_errors=True)
+        return target
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
@@ -97,28 +111,6 @@ def writing(path: Path | None = None) -> Iterator[None]:
 def has(key: str) -> bool:
     """Whether there is an entry of this key that others could not have written."""
     return not not_private(folder() / key)
-
-
-def _published(made: Path, key: str) -> Path:
-    target = folder() / key
-    files.flush(made)
-    if os.path.lexists(target) and not has(key):
-        shutil.rmtree(target, ignore_errors=True)
-    try:
-        made.rename(target)  # which fails if another process was faster: its entry may be in use
-    except OSError:
-        if not has(key):
-            raise
-    shutil.rmtree(made, ignore_errors=True)
-    return target
-
-
-def _remove_unused() -> None:
-    for entry in folder().iterdir():
-        with contextlib.suppress(OSError):
-            unused_seconds = time.time() - max(path.stat().st_mtime for path in (entry, *entry.glob("*")))
-            if unused_seconds > (_FILLED_SECONDS if entry.name.startswith(_MAKING) else _KEPT_SECONDS):
-                shutil.rmtree(entry)
 
 
 def digest_of(content: bytes) -> str:

@@ -341,7 +341,9 @@ def _train_and_held_out(preparation: Preparation, problems: Problems) -> tuple[I
     if section.eval != "auto":
         sources.refuse_shared(section.train, section.eval)
         return train, sources.rows(section.eval, "eval", problems, section.encoding)
-    own: list[str | Source] = [entry for entry in entries(section.train) if sources.has_held_out_split(entry.source)]
+    own: list[str | Source] = [
+        entry for entry in entries(section.train) if sources.kind_of(entry.source).holds_out(entry.source)
+    ]
     sources.refuse_shared(section.train, own)
     held_out = sources.rows(own, "eval", problems, section.encoding)
     drawn_from = {entry.source for entry in entries(section.train)} - {entry.source for entry in entries(own)}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Self, TypeVar
+from typing import Self
 
 from finetune.errors import DataError
 
@@ -13,8 +12,6 @@ LIMIT = 20
 
 # Maximum length of one problem: a message may quote a value as long as its row.
 _CHARACTERS = 2000
-
-Item = TypeVar("Item")
 
 
 class BadRows(DataError):
@@ -48,11 +45,6 @@ class Problems:
         """Raise BadRows if `known`, the number of problems whose position is final, has reached `LIMIT`."""
         if known >= LIMIT:
             raise BadRows(self.found) from None
-
-    def reading(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Iterate over `items` inside this context manager."""
-        with self:
-            yield from items
 
     def __enter__(self) -> Self:
         return self

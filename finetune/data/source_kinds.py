@@ -72,7 +72,7 @@ class SourceKind:
         return {}
 
     def holds_out(self, source: str) -> bool:
-        """Whether a source has its own held-out rows."""
+        """Whether a source has its own held-out rows: a split for validation, or the `eval` of a built-in."""
         return splits.holds_out(self.by_split(source, fetch=True))
 
 

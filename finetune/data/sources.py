@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.config import DataSection, Source, Sources, entries
+from finetune.config import DataSection, Sources, entries
 from finetune.config.field_types import source_name
 from finetune.data import lines, splits
 from finetune.data.compressed import COMPRESSIONS
 from finetune.data.fields import as_json
 from finetune.data.problems import Problems
 from finetune.data.readers import TEXT_READERS
-from finetune.data.source_kinds import BuiltIn, FromPython, HubDataSet, LocalFiles, Record, SourceKind, is_of_hub
+from finetune.data.source_kinds import BuiltIn, FromPython, HubDataSet, LocalFiles, SourceKind, is_of_hub
 from finetune.errors import DataError
 
 
@@ -56,15 +56,34 @@ def rows(sources: Sources, split: str = "train", problems: Problems | None = Non
     downloaded.
     """
     chosen = entries(sources)
-    _refuse_twice(chosen, split)
+    read_by: dict[Path, str] = {}
+    for entry in chosen:
+        files = kind_of(entry.source).files(entry.source, split)
+        for file in [file.resolve() for file in files] or [Path(entry.source)]:
+            if earlier := read_by.get(file):
+                by = "" if str(file) == entry.source else f", by `{earlier}` and by `{entry.source}`"
+                raise DataError(
+                    f"{source_name(str(file))}: is read twice{by}; name it once, with a `weight` to repeat its rows"
+                )
+            read_by[file] = entry.source
     problems = problems or Problems()
     key = f"data.{split}"
     keys = [key] if isinstance(sources, str) else [key_of(key, index) for index in range(len(chosen))]
-    parts = [
-        _weighted(kind_of(entry.source).records(entry.source, split, key, problems, encoding), entry)
+    records = [
+        kind_of(entry.source).records(entry.source, split, key, problems, encoding)
         for entry, key in zip(chosen, keys, strict=True)
     ]
-    return problems.reading(row for part in parts for row in part)
+
+    def weighted() -> Rows:
+        with problems:
+            for entry, own in zip(chosen, records, strict=True):
+                whole, part = divmod(entry.weight, 1)
+                for location, fields, folder in own:
+                    row = Row(location, fields, entry.source, folder)
+                    more = part > 0 and row.share("weight") < part
+                    yield from [row] * (int(whole) + more)
+
+    return weighted()
 
 
 def key_of(key: str, index: int) -> str:
@@ -84,7 +103,7 @@ def first_row(source: str, encoding: str | None = None) -> Row | None:
 
 def foreign_word(source: str, encoding: str) -> str | None:
     """The first word beyond ASCII in local text files that are not UTF-8, read in `encoding`; None if none is found."""
-    files = _files(source, "train") if at_hand(source) else []
+    files = kind_of(source).files(source, "train") if at_hand(source) else []
     texts = [file for file in files if file.suffix.lower() in (*TEXT_READERS, *COMPRESSIONS)]
     return next(filter(None, (lines.foreign_word(file, encoding) for file in texts)), None)
 
@@ -111,11 +130,6 @@ def contents(sources: Sources, split: str) -> list[tuple[str, str]] | None:
     except OSError:
         return None  # reading it will report the error
     return [file for files in by_source for file in files] if all(by_source) else None
-
-
-def has_held_out_split(source: str) -> bool:
-    """Whether a source has its own held-out rows: a split for validation, or the `eval` of a built-in."""
-    return kind_of(source).holds_out(source)
 
 
 def split_uses(section: DataSection, *, fetch: bool = True) -> list[splits.SplitUse]:
@@ -149,38 +163,15 @@ def split_uses(section: DataSection, *, fetch: bool = True) -> list[splits.Split
     return uses
 
 
-def _files(source: str, split: str) -> list[Path]:
-    return kind_of(source).files(source, split)
-
-
 def refuse_shared(train: Sources, held_out: Sources) -> None:
     """Raise DataError naming a file that both read: rows seen in training measure nothing."""
-    trained = {file.resolve() for entry in entries(train) for file in _files(entry.source, "train")}
+    trained = {
+        file.resolve() for entry in entries(train) for file in kind_of(entry.source).files(entry.source, "train")
+    }
     for entry in entries(held_out):
-        for file in _files(entry.source, "eval"):
+        for file in kind_of(entry.source).files(entry.source, "eval"):
             if file.resolve() in trained:
                 raise DataError(
                     f"{file}: is read by both `data.train` and `data.eval` ({entry.source}); remove it from "
                     "`data.train`, or name other rows in `data.eval`"
                 )
-
-
-def _refuse_twice(chosen: list[Source], split: str) -> None:
-    read_by: dict[Path, str] = {}
-    for entry in chosen:
-        files = _files(entry.source, split)
-        for file in [file.resolve() for file in files] or [Path(entry.source)]:
-            if earlier := read_by.get(file):
-                by = "" if str(file) == entry.source else f", by `{earlier}` and by `{entry.source}`"
-                raise DataError(
-                    f"{source_name(str(file))}: is read twice{by}; name it once, with a `weight` to repeat its rows"
-                )
-            read_by[file] = entry.source
-
-
-def _weighted(records: Iterable[Record], entry: Source) -> Rows:
-    whole, part = divmod(entry.weight, 1)
-    for location, fields, folder in records:
-        row = Row(location, fields, entry.source, folder)
-        more = part > 0 and row.share("weight") < part
-        yield from [row] * (int(whole) + more)

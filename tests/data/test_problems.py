@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from messages import refusal
@@ -51,7 +51,7 @@ def test_a_page_of_problems_ends_the_block_at_once() -> None:
     assert lines[LIMIT - 1 :] == ["the last straw", f"Reading stopped after {LIMIT} problems; there may be more."]
 
 
-def test_reading_gives_every_item_before_it_tells() -> None:
+def test_problems_are_raised_after_every_item() -> None:
     problems = Problems()
 
     def items() -> Iterator[int]:
@@ -62,14 +62,19 @@ def test_reading_gives_every_item_before_it_tells() -> None:
                 yield number
 
     seen: list[int] = []
-    with pytest.raises(BadRows, match="the third is wrong"):
-        seen.extend(problems.reading(items()))
+    with pytest.raises(BadRows, match="the third is wrong"), problems:
+        seen.extend(items())
     assert seen == [0, 1, 3, 4]
 
 
-def test_reading_that_is_given_up_tells_nothing() -> None:
+def test_a_generator_that_is_given_up_raises_no_problems() -> None:
     problems = Problems()
-    reading = problems.reading(iter([1, 2]))
+
+    def items() -> Generator[int]:
+        with problems:
+            yield from (1, 2)
+
+    reading = items()
     next(reading)
     problems.add("something")
-    reading.close()  # type: ignore[attr-defined]
+    reading.close()

@@ -330,8 +330,8 @@ def test_all_parts_are_read_and_a_pattern_takes_some(tmp_path: Path) -> None:
 
 
 def test_the_builtin_keeps_its_own_held_out_rows_and_an_unknown_one_names_the_nearest() -> None:
-    assert sources.has_held_out_split("builtin:python_docs")
-    assert not sources.has_held_out_split("rows.jsonl")
+    assert sources.kind_of("builtin:python_docs").holds_out("builtin:python_docs")
+    assert not sources.kind_of("rows.jsonl").holds_out("rows.jsonl")
     assert next(sources.rows("builtin:python_docs", "eval")).location == "builtin:python_docs[eval]:1"
     with refusal(DataError, "`builtin:python_docs`"):
         list(sources.rows("builtin:python_doc"))

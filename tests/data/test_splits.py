@@ -77,7 +77,7 @@ def test_training_reads_the_training_split_alone_and_evaluation_the_one_for_vali
     train, validation, _ = LAYOUTS[name]
     assert files_read(str(folder)) == sorted(train)
     assert files_read(str(folder), "eval") == sorted(validation)
-    assert sources.has_held_out_split(str(folder))
+    assert sources.kind_of(str(folder)).holds_out(str(folder))
     if name != "shards":  # a pattern over several splits reads what its folder does
         assert files_read(f"{folder}/**/*.jsonl") == sorted(train)
         assert files_read(f"{folder}/**/*.jsonl", "eval") == sorted(validation)
@@ -125,7 +125,7 @@ def test_a_folder_of_any_other_names_is_read_whole(tmp_path: Path) -> None:
     files = ["a.jsonl", "latest.jsonl", "contest/trainer.jsonl", "devices.jsonl"]
     folder = laid_out(tmp_path / "test" / "train[1]", files)
     assert files_read(str(folder)) == sorted(files)
-    assert not sources.has_held_out_split(str(folder))
+    assert not sources.kind_of(str(folder)).holds_out(str(folder))
     assert splits.of_files(tmp_path, []) == {}
 
 
