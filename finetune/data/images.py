@@ -43,6 +43,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 THUMBNAIL = 160
 """The largest height and width of the small image that a page shows."""
 
+_TOO_DEEP = "its pixels are of the kind {}; convert it to 8 bits a channel"
 # Formats of more than 8 bits a channel would lose them without a word.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 # How an image ends, of the formats of which Pillow decodes some files without an end, such as those filled with zeros.
@@ -72,11 +73,16 @@ def part(value: Mapping[str, Any], where: str) -> RowImage:
 def placed(messages: list[Message], fields: Fields) -> tuple[list[Message], tuple[RowImage, ...]]:
     """The messages with parts as chat templates expect them, and the images of all, those of the row's column too."""
     column = _column(fields)
-    contents = [_parts(message["content"]) for message in messages]
+    written: list[str | list[str | RowImage]] = [message["content"] for message in messages]
+    contents: list[list[str | RowImage]] = [[one] if isinstance(one, str) else list(one) for one in written]
     shown = [one for parts in contents for one in parts if isinstance(one, RowImage)]
     if column and not shown:
         asks = [message["role"] == "user" for message in messages]
-        contents = [_at_marks(parts) if asked else parts for parts, asked in zip(contents, asks, strict=True)]
+        for parts, asked in zip(contents, asks, strict=True):
+            if asked:  # texts, with an empty image in place of each mark
+                pieces = [piece for text in parts for piece in re.split(f"({re.escape(MARK)})", str(text))]
+                placed = [RowImage() if piece == MARK else piece for piece in pieces if piece]
+                parts[:] = placed or [""]
         shown = [one for parts in contents for one in parts if isinstance(one, RowImage)]
         if not shown and True in asks:
             contents[asks.index(True)][:0] = column
@@ -102,20 +108,6 @@ def placed_in(example: Example, fields: Fields) -> Example:
         raise RowError("images are shown in conversations alone, and this run was trained on plain text")
     messages, shown = placed(example.messages, fields)
     return replace(example, messages=messages, images=shown)
-
-
-def _parts(content: str | list[str | RowImage]) -> list[str | RowImage]:
-    return [content] if isinstance(content, str) else list(content)
-
-
-def _at_marks(parts: list[str | RowImage]) -> list[str | RowImage]:
-    """Texts with an empty image in place of each mark."""
-    placed: list[str | RowImage] = []
-    for text in parts:
-        assert isinstance(text, str)
-        first, *others = text.split(MARK)
-        placed += [first, *(each for other in others for each in (RowImage(), other))]
-    return [each for each in placed if each != ""] or [""]
 
 
 def _with_parts(messages: list[Message], contents: list[list[str | RowImage]]) -> list[Message]:
@@ -149,8 +141,8 @@ def _column(fields: Fields) -> list[RowImage]:
 
 def _named(value: Any, where: str) -> RowImage:
     """The image that a path, bytes, a data URL or an object with `path` or `bytes` names, or one given from Python."""
-    if (file := _as_file(value, where)) is not None:
-        return RowImage(data=file)
+    if hasattr(value, "tobytes") and not isinstance(value, (Mapping, bytes, str)):
+        return RowImage(data=_as_png(value, where))
     if isinstance(value, Mapping):
         if value.get("bytes"):
             return _named(value["bytes"], f"{where}.bytes")
@@ -175,10 +167,8 @@ def _named(value: Any, where: str) -> RowImage:
     return RowImage(path=value)
 
 
-def _as_file(value: Any, where: str) -> bytes | None:
-    """A PNG file of Pillow's image or of an array of its pixels, (height, width) or with 3 or 4 channels; else None."""
-    if isinstance(value, (Mapping, bytes, str)) or not hasattr(value, "tobytes"):
-        return None
+def _as_png(value: Any, where: str) -> bytes:
+    """A PNG file of Pillow's image or of an array of its pixels, (height, width) or with 3 or 4 channels."""
     from PIL import Image
 
     if not isinstance(value, Image.Image):
@@ -190,15 +180,11 @@ def _as_file(value: Any, where: str) -> bytes | None:
                 f"`{where}` is not an array of an image: give one of uint8 and the shape (height, width, 3)"
             ) from None
     if value.mode not in _MODES:
-        raise RowError(f"`{where}`: {_too_deep(value.mode)}")
+        raise RowError(f"`{where}`: {_TOO_DEEP.format(value.mode)}")
     written = io.BytesIO()
     drawn = value.convert("RGB") if value.mode in ("PA", "CMYK", "YCbCr") else value  # PNG does not have these modes
     drawn.save(written, "PNG", compress_level=1, exif=value.getexif())
     return written.getvalue()
-
-
-def _too_deep(mode: str) -> str:
-    return f"its pixels are of the kind {mode}; convert it to 8 bits a channel"
 
 
 # -- sizes, in preparation -------------------------------------------------------------------------------------------
@@ -218,7 +204,16 @@ def measured(image: RowImage, folder: Path | None, text: Callable[[int, int], st
     content = _content(image)
     digest = cache.digest_of(content)
     try:
-        height, width = _size(content, name)
+        with _opened(content) as opened:
+            if opened.mode not in _MODES:
+                raise RowError(f"{name}: {_TOO_DEEP.format(opened.mode)}")
+            if opened.format != "MPO" and getattr(opened, "is_animated", False):
+                raise RowError(f"{name}: has several frames; save one of them, as only still images are trained on")
+            # The header, which may hold a preview, has been read. Anything may follow the end, such as a phone's video.
+            if opened.format in _ENDS and content.find(_ENDS[opened.format], opened.fp.tell()) < 0:
+                raise RowError(f"{name}: the file is cut off; copy it again")
+            # All pixels are decoded, as they are for a batch: damage shows before training.
+            height, width = (pixels := _upright(opened)).height, pixels.width
         return replace(image, digest=digest, height=height, width=width, text=text(height, width))
     except RowError:
         raise
@@ -286,23 +281,6 @@ def _upright(opened: Any) -> Any:
     from PIL import ImageOps
 
     return ImageOps.exif_transpose(opened).convert("RGB")
-
-
-def _size(content: bytes, name: str) -> tuple[int, int]:
-    """Height and width in pixels, upright, of a whole file. Pillow's own limit refuses decompression bombs.
-
-    All pixels are decoded, as they are for a batch: damage shows before training.
-    """
-    with _opened(content) as opened:
-        if opened.mode not in _MODES:
-            raise RowError(f"{name}: {_too_deep(opened.mode)}")
-        if opened.format != "MPO" and getattr(opened, "is_animated", False):
-            raise RowError(f"{name}: has several frames; save one of them, as only still images are trained on")
-        # The header, which may hold a preview, has been read. Anything may follow the end, such as a phone's video.
-        if opened.format in _ENDS and content.find(_ENDS[opened.format], opened.fp.tell()) < 0:
-            raise RowError(f"{name}: the file is cut off; copy it again")
-        pixels = _upright(opened)
-        return pixels.height, pixels.width
 
 
 # -- the text that stands for them -----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -182,7 +182,10 @@ def facts(prepared: Prepared, tokenizer: Any) -> DataFacts:
 
 
 def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tuple[Sample, ...]:
-    """The segments of the first training rows, with at most `most` tokens of each. A mismatched one is not trained."""
+    """The segments of the first training rows, with at most `most` tokens of each, and their first images.
+
+    A mismatched one is not trained. Raises DataError for pixels that cannot be decoded.
+    """
     samples = []
     for row in itertools.islice(prepared.train, _SHOWN_ROWS):
         place, label = str(row["place"]), row.get(DESIRABLE)
@@ -193,24 +196,18 @@ def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tup
                 segment = Segment(segment.input_ids, [IGNORE] * len(segment.labels))
             where = f"{place}, {name}" if name else place
             sample = _sample(where, segment, tokenizer, most, prepared.media)
-            samples.append(_with_images(sample, row, prepared.media))
+            if isinstance(prepared.media, Vision) and (shown := row.get(MEDIA)):
+                first = tuple(
+                    SampleImage(
+                        Path(image["path"]).name or "an image", image["height"], image["width"],
+                        prepared.media.count(image["height"], image["width"]),
+                        base64.b64encode(images.thumbnail(image)).decode(),
+                    )
+                    for image in shown[:_SHOWN_IMAGES]
+                )  # fmt: skip
+                sample = replace(sample, images=first, images_shown=len(shown))
+            samples.append(sample)
     return tuple(samples)
-
-
-def _with_images(sample: Sample, row: Mapping[str, Any], media: Media) -> Sample:
-    """A sample with the first images of its row. Raises DataError for pixels that cannot be decoded."""
-    shown = row.get(MEDIA) or ()
-    if not (isinstance(media, Vision) and shown):
-        return sample
-    first = tuple(
-        SampleImage(
-            Path(image["path"]).name or "an image", image["height"], image["width"],
-            media.count(image["height"], image["width"]),
-            base64.b64encode(images.thumbnail(image)).decode(),
-        )
-        for image in shown[:_SHOWN_IMAGES]
-    )  # fmt: skip
-    return replace(sample, images=first, images_shown=len(shown))
 
 
 def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat | None:

@@ -195,23 +195,21 @@ def _csv(path: Path, problems: Problems, encoding: str | None = None, *, delimit
 
 def _cells(texts: dict[str, str], location: str, problems: Problems) -> dict[str, Any]:
     """The cells of a row of a table: the messages that one holds as JSON, or its text."""
+    cells: dict[str, Any] = dict(texts)
     for name, text in texts.items():
         if _PRINTED.match(text):
             problems.add(f"{location}: `{name}` is a list of messages as Python prints it; write it with `json.dumps`")
-    return {name: _messages(text) or text for name, text in texts.items()}
-
-
-def _messages(text: str) -> list[Any]:
-    """The messages that a text holds as JSON; none of any other text."""
-    if not _LIST_OF_OBJECTS.match(text):
-        return []
-    try:
-        values = Decoder().read_strictly(text)
-    except JsonError:
-        return []
-    keys = [each.keys() for each in values if isinstance(each, dict)]
-    are_messages = all(each >= {"from", "value"} or ("role" in each and len(each) > 1) for each in keys)
-    return values if are_messages and len(keys) == len(values) else []
+        if not _LIST_OF_OBJECTS.match(text):
+            continue
+        try:
+            values = Decoder().read_strictly(text)
+        except JsonError:
+            continue
+        keys = [each.keys() for each in values if isinstance(each, dict)]
+        are_messages = all(each >= {"from", "value"} or ("role" in each and len(each) > 1) for each in keys)
+        if are_messages and len(keys) == len(values):
+            cells[name] = values
+    return cells
 
 
 def _xlsx(path: Path, problems: Problems, encoding: str | None = None) -> Records:

@@ -11,7 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from finetune.data.cache import writing
-from finetune.data.encoded import MEDIA, MEDIA_SIZES, ONE_SEQUENCE, TEACHER, Encoded, RowImage, RowLayout
+from finetune.data.encoded import MEDIA, MEDIA_SIZES, ONE_SEQUENCE, TEACHER, Encoded, RowLayout
 from finetune.data.sources import Row
 
 
@@ -44,7 +44,15 @@ class RowTable:
             return values
         if not 0 <= key < len(self):
             raise IndexError(key)
-        return {name: _value(column[key]) for name, column in zip(self.column_names, self.table.columns, strict=True)}
+        import pyarrow.types as kinds
+
+        row: dict[str, Any] = {}
+        for name, column in zip(self.column_names, self.table.columns, strict=True):
+            if kinds.is_list(column.type) and kinds.is_primitive(column.type.value_type):  # its numbers at once
+                row[name] = np.from_dlpack(column[key].values).tolist()  # `to_numpy` imports pandas
+            else:
+                row[name] = column[key].as_py()
+        return row
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return map(self.__getitem__, range(len(self)))
@@ -56,15 +64,6 @@ class RowTable:
     def add_column(self, name: str, values: np.ndarray) -> RowTable:
         """The rows with another column, held in memory."""
         return RowTable(self.table.append_column(name, _array(values)))
-
-
-def _value(scalar: Any) -> Any:
-    """The value of an Arrow scalar; numbers of a list are converted at once."""
-    import pyarrow
-
-    if pyarrow.types.is_list(scalar.type) and pyarrow.types.is_primitive(scalar.type.value_type):
-        return np.from_dlpack(scalar.values).tolist()  # `to_numpy` imports pandas
-    return scalar.as_py()
 
 
 def mapped(path: Path) -> RowTable:
@@ -110,13 +109,14 @@ def _columns(rows: list[tuple[Row, Encoded]], layout: RowLayout, *, media: bool)
     def numbers(values: Iterable[float], kind: Any = np.int64) -> Any:
         return _array(np.array([*values], dtype=kind))
 
-    def lists(each: list[Sequence[int]]) -> Any:
+    def lists(each: Sequence[Sequence[int]]) -> Any:
         flat = np.fromiter(itertools.chain.from_iterable(each), dtype=np.int32)
         return _lists(np.cumsum([0, *map(len, each)], dtype=np.int32), flat)
 
-    def seen(images: Iterable[RowImage]) -> list[int]:
-        return [number for image in images for number in (image.height, image.width, image.tokens)]
-
+    seen = [
+        [number for image in encoded.media for number in (image.height, image.width, image.tokens)]
+        for _, encoded in rows
+    ]
     return [
         column(encoded.input_ids for _, encoded in rows),
         column(encoded.labels for _, encoded in rows),
@@ -129,7 +129,7 @@ def _columns(rows: list[tuple[Row, Encoded]], layout: RowLayout, *, media: bool)
         *(numbers((encoded.values[name] for _, encoded in rows), np.float64) for name in layout.values),
         *(map(of_teacher, range(len(TEACHER))) if layout.teacher else ()),
         *([[[vars(image) for image in encoded.media] for _, encoded in rows]] if media else []),
-        *([lists([seen(encoded.media) for _, encoded in rows])] if media else []),
+        *([lists(seen)] if media else []),
     ]
 
 

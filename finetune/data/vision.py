@@ -358,7 +358,15 @@ def _processor(section: ModelSection, architecture: Any, family: VisionFamily, i
 
     Those of films need torchvision. Raises MachineError where that of images does, too.
     """
-    known, settings = _processor_class(architecture, family), processor_settings(section)
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    if not family.processor and type(architecture) not in PROCESSOR_MAPPING:
+        raise ConfigError(
+            f"`model.vision`: transformers has no processor for a base of type `{architecture.model_type}`; set `none`"
+        )
+    known = getattr(transformers, family.processor) if family.processor else PROCESSOR_MAPPING[type(architecture)]
+    settings = processor_settings(section)
     try:
         parts = dict.fromkeys(known.get_attributes()) | {"image_processor": images, "tokenizer": Unchanged(tokenizer)}
         names = inspect.signature(known.__init__).parameters.keys() - parts.keys()
@@ -375,19 +383,6 @@ def _processor(section: ModelSection, architecture: Any, family: VisionFamily, i
             f"the tokenizer lacks what the processor of a base of type `{architecture.model_type}` reads of it "
             f"({first_line(error)}); set `model.tokenizer` to the one of the base"
         ) from None
-
-
-def _processor_class(architecture: Any, family: VisionFamily) -> Any:
-    import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
-
-    if family.processor:
-        return getattr(transformers, family.processor)
-    if type(architecture) not in PROCESSOR_MAPPING:
-        raise ConfigError(
-            f"`model.vision`: transformers has no processor for a base of type `{architecture.model_type}`; set `none`"
-        )
-    return PROCESSOR_MAPPING[type(architecture)]
 
 
 class Unchanged:
