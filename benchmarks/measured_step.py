@@ -47,8 +47,9 @@ from finetune.config import Config
 from finetune.data import images as row_images
 from finetune.data import vision
 from finetune.data.batching import RowOrder
+from finetune.data.counts import Counts
 from finetune.data.encoded import RowLayout
-from finetune.data.prepare import Counts, Prepared
+from finetune.data.prepare import Prepared
 from finetune.generation import caches
 from finetune.model import build
 from finetune.model.adapters import published

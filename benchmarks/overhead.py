@@ -101,7 +101,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 path, batch, tokens = sys.argv[1], *map(int, sys.argv[2:])
 section = DataSection(train="builtin:python_docs", eval="none", max_length=tokens)
 prepared = prepare(section, load_tokenizer(ModelSection()))
-dropped = set(prepared.train_counts.dropped_locations)
+dropped = set(prepared.train_counts.places(what="dropped"))
 rows = [row.fields for row in sources.rows(section.train) if row.location not in dropped]
 with open(path, "w", encoding="utf-8") as file:
     for index in RowOrder(prepared.train["length"], batch, 42, False):

@@ -37,7 +37,7 @@ def main() -> None:
                 "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "tokens": counts.tokens,
                 "trained_tokens": counts.trained_tokens,
-                "truncated": counts.truncated,
+                "truncated": counts.as_dict()["truncated"],
             }
         )
     )

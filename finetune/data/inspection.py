@@ -16,10 +16,11 @@ from typing import Any, Literal, cast
 from finetune.config import Config, DataSection, TrainingSection
 from finetune.data import chat, fingerprint, formats, images, sources
 from finetune.data.batching import LargestBatch, MicroBatching, RowOrder, Sizes, epoch, longest_first, worst_batches
+from finetune.data.counts import Counts
 from finetune.data.encoded import DESIRABLE, IGNORE, MEDIA, MISMATCHED, RowLayout, Segment, segments_of
 from finetune.data.examples import RowError
 from finetune.data.media import TEXT_ALONE, Media
-from finetune.data.prepare import Counts, Prepared, media_of, prepare
+from finetune.data.prepare import Prepared, media_of, prepare
 from finetune.data.splits import SplitUse
 from finetune.data.vision import Vision
 from finetune.errors import ArtifactError
@@ -212,7 +213,7 @@ def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tup
 
 def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat | None:
     """The first training row as the chat template renders it; None if that is `plain`, or rows are of another kind."""
-    if set(prepared.train_counts.kinds) != {"completion"} or template.is_plain(tokenizer):
+    if set(prepared.train_counts.traits.kinds) != {"completion"} or template.is_plain(tokenizer):
         return None
     location = prepared.train[0]["place"]
     rows = sources.rows(section.train, encoding=section.encoding)

@@ -62,7 +62,10 @@ def add(file: Path, into: Path, counts: Counts, max_length: int, named: str) -> 
                 answer = Segment(own["input_ids"], own["labels"])
                 encoded = Encoded((answer, mismatched), (ANSWER, MISMATCHED), {DESIRABLE: own[DESIRABLE]})
                 kept.append((Row(own["place"], {}, own["source"]), encoded))
-                counts.add_mismatched(encoded.lengths[1])
+                added = encoded.lengths[1]
+                counts.tokens += added
+                counts.longest = max(counts.longest, added)
+                counts.segments[MISMATCHED] = counts.segments.get(MISMATCHED, 0) + added
             write(kept)
 
 

@@ -54,7 +54,7 @@ class Prepared:
     @property
     def kind(self) -> str:
         """The most frequent kind of example (`examples.kind`) among the training rows."""
-        kinds = self.train_counts.kinds
+        kinds = self.train_counts.traits.kinds
         return max(kinds, key=kinds.__getitem__)
 
     @property

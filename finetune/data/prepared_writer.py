@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +30,6 @@ from finetune.data import (
     mismatched,
     sources,
 )
-from finetune.data.columnar import Struct
 from finetune.data.counts import (
     CONTROL_TOKENS,
     DUPLICATE,
@@ -45,16 +44,13 @@ from finetune.data.counts import (
 from finetune.data.encoded import ANSWER, Encoded, RowLayout
 from finetune.data.examples import (
     Chat,
-    Completion,
     Content,
     NoSuchField,
     RowError,
     Tokens,
     Unusable,
-    kind,
     media_in,
     parts,
-    system,
 )
 from finetune.data.media import TEXT_ALONE, Media
 from finetune.data.problems import Problems
@@ -111,12 +107,10 @@ class Preparation:
                 mismatched.add(folder / _ANSWERS, folder / _ROWS, counts, self.section.max_length, f"`data.{split}`")
                 (folder / _ANSWERS).unlink()
             with cache.writing():
-                (folder / _COUNTS).write_text(json.dumps(asdict(counts)), encoding="utf-8")
+                (folder / _COUNTS).write_text(json.dumps(counts.stored()), encoding="utf-8")
 
         folder = cache.entry(lambda: self._key(split), fill)
-        stored = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
-        counts = Counts(**{**stored, "affected": [Affected(**row) for row in stored["affected"]]})
-        return mapped(folder / _ROWS), counts
+        return mapped(folder / _ROWS), Counts.of_stored(json.loads((folder / _COUNTS).read_text(encoding="utf-8")))
 
     def trains(self, row: Row) -> bool:
         """Whether a token of this row would be trained, if it has no error, which `prepared` raises."""
@@ -135,7 +129,7 @@ class Preparation:
 
         Raises BadRows with all problems, in the order of the rows.
         """
-        reader = _Reader(self.section, self.tokenizer, counts.unused)
+        reader = _Reader(self.section, self.tokenizer, counts.traits.unused)
         selection = _Selection(self.section, counts.affected)
         with problems:
             for batch in _batches(rows, reader, problems):
@@ -149,7 +143,8 @@ class Preparation:
                         # Reading ahead may already have added problems of later rows; insert this one before them.
                         problems.add(error, at=read.problems + len(problems.found) - known)
                         continue
-                    _count(counts, read.content, own)
+                    if own and not isinstance(read.content, Exception):
+                        counts.add(read.content, own)
                     kept += [(read.row, each) for each in own]
                 write(kept)
                 problems.stop_at(len(problems.found))
@@ -369,18 +364,3 @@ class _Selection:
             self._hashes.add(content)
         if self._last[1]:
             yield "dropped" if self._section.duplicates == "drop" else "kept", DUPLICATE
-
-
-def _count(counts: Counts, content: Content | DataError | Unusable, rows: list[Encoded]) -> None:
-    """Count the rows to train that came of `content`."""
-    if isinstance(content, Exception) or not rows:
-        return
-    messages = [each for example in parts(content) if isinstance(example, Chat) for each in example.messages]
-    calls = [call["function"]["arguments"] for each in messages for call in each.get("tool_calls") or ()]
-    # The arguments of a struct do not keep the order in which they were written.
-    of_a_schema = any(isinstance(arguments, Struct) and len(arguments) > 1 for arguments in calls)
-    run_together = any(isinstance(example, Completion) and example.runs_together for example in parts(content))
-    for row in rows:
-        counts.add(row, kind(content), system(content))
-        counts.schema_ordered += of_a_schema
-        counts.run_together += run_together

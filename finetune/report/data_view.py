@@ -18,9 +18,9 @@ from rich.text import Text
 
 from finetune.config import inline
 from finetune.config.field_types import source_name
+from finetune.data.counts import CONTROL_TOKENS, Counts
 from finetune.data.examples import in_common
 from finetune.data.inspection import Batching, Inspection
-from finetune.data.prepare import Counts
 from finetune.report import printing, words
 from finetune.report.view import PageView
 from finetune.storage.records import Sample, TokenText
@@ -134,7 +134,7 @@ def _facts(data: Inspection) -> dict[str, str]:
     for name, counts in _splits(data).items():
         if counts.dropped:
             shown[f"dropped, {name}"] = words.dropped(counts)
-        if counts.control_tokens:
+        if counts.places(why=CONTROL_TOKENS):
             shown[f"control tokens, {name}"] = words.control_tokens(counts)
     if unused := words.unused(data.train, data.eval):
         shown["columns not used"] = unused
@@ -146,7 +146,7 @@ def _splits(data: Inspection) -> dict[str, Counts]:
 
 
 def _splits_table(data: Inspection) -> printing.Cells:
-    splits = _splits(data)
+    splits = {name: counts.as_dict() for name, counts in _splits(data).items()}
     numbers = {
         "rows": "rows", "tokens": "tokens", "trained tokens": "trained_tokens", "share trained": "supervised_share",
         "longest row": "longest", "truncated": "truncated", "split": "split", "duplicates": "duplicates",
@@ -155,7 +155,7 @@ def _splits_table(data: Inspection) -> printing.Cells:
     rows = []
     for name, number in numbers.items():
         written = words.share if number == "supervised_share" else words.count
-        rows.append((name, *(written(getattr(counts, number)) for counts in splits.values())))
+        rows.append((name, *(written(facts[number]) for facts in splits.values())))
     return ("", *splits), rows
 
 

@@ -324,21 +324,23 @@ def device(environment: Mapping[str, Any] | None, device: str) -> str:
 
 def counts(split: Counts, max_length: int) -> str:
     """A split in one line: its size, and how many rows were changed or dropped."""
+    facts = split.as_dict()
     trained = share(split.supervised_share) if split.tokens else "nothing"
-    duplicates = "duplicates" if split.duplicates > 1 else "duplicate"
+    duplicates = "duplicates" if facts["duplicates"] > 1 else "duplicate"
+    ordered = split.traits.schema_ordered
     parts = {
         f"{count(split.rows)} row{'s' * (split.rows != 1)}, {count(split.tokens)} tokens, {trained} trained, longest "
         f"{count(split.longest)}": 1,
-        f"{count(split.truncated)} cut to {count(max_length)}": split.truncated,
-        f"{count(split.answers_truncated)} of them in the answer": split.answers_truncated,
-        f"{count(split.split)} split": split.split,
-        f"{count(split.duplicates)} {duplicates}": split.duplicates,
-        f"{count(split.control_tokens)} with control tokens as text": split.control_tokens,
-        f"{count(split.lost_thoughts)} with earlier turns untrained, whose thoughts the template drops": (
-            split.lost_thoughts
+        f"{count(facts['truncated'])} cut to {count(max_length)}": facts["truncated"],
+        f"{count(facts['answers_truncated'])} of them in the answer": facts["answers_truncated"],
+        f"{count(facts['split'])} split": facts["split"],
+        f"{count(facts['duplicates'])} {duplicates}": facts["duplicates"],
+        f"{count(facts['control_tokens'])} with control tokens as text": facts["control_tokens"],
+        f"{count(facts['lost_thoughts'])} with earlier turns untrained, whose thoughts the template drops": (
+            facts["lost_thoughts"]
         ),
-        f"{count(split.schema_ordered)} whose tool calls have their arguments in the order of the column's type (JSON "
-        "text keeps that of the row)": split.schema_ordered,
+        f"{count(ordered)} whose tool calls have their arguments in the order of the column's type (JSON text keeps "
+        "that of the row)": ordered,
         f"{count(split.dropped)} dropped: {dropped(split)}": split.dropped,
         "listed in data.jsonl": len(split.affected),
     }
@@ -348,7 +350,8 @@ def counts(split: Counts, max_length: int) -> str:
 def prompts(separator: str, *splits: Counts | None) -> str | None:
     """Describe how plain-text prompts and completions are joined; None if there are no such rows."""
     counts = [each for each in splits if each]
-    rows, joined = sum(each.kinds.get("completion", 0) for each in counts), sum(each.run_together for each in counts)
+    rows = sum(each.traits.kinds.get("completion", 0) for each in counts)
+    joined = sum(each.traits.run_together for each in counts)
     if not rows:
         return None
     text = f"plain text in {count(rows)} row{'s' * (rows != 1)}, without the chat template"
@@ -366,12 +369,12 @@ TOO_FEW_TO_JUDGE = "too few different rows to choose an adapter by, so the last 
 def dropped(counts: Counts) -> str:
     """The reasons why rows were dropped, and the first locations: `2 empty answer (rows.jsonl:3, rows.jsonl:9)`."""
     why = ", ".join(f"{count(rows)} {reason}" for reason, rows in counts.dropped_why.items())
-    return f"{why} ({_locations(counts.dropped_locations)})"
+    return f"{why} ({_locations(counts.places(what='dropped'))})"
 
 
 def control_tokens(counts: Counts) -> str:
     """Number and first locations of the rows with control tokens in their text, and how these are treated."""
-    locations = [row.place for row in counts.affected if row.why == CONTROL_TOKENS]
+    locations = counts.places(why=CONTROL_TOKENS)
     contain = "row contains" if len(locations) == 1 else "rows contain"
     return (
         f"{count(len(locations))} {contain} some ({_locations(locations)}), which stay ordinary text; if the rows were "
@@ -401,7 +404,7 @@ def _split(use: SplitUse) -> str:
 
 def unused(*splits: Counts | None) -> str:
     """The unused fields of rows; a long list is shortened."""
-    names = list(dict.fromkeys(name for counts in splits if counts for name in counts.unused))
+    names = list(dict.fromkeys(name for counts in splits if counts for name in counts.traits.unused))
     more = len(names) - _COLUMNS
     return ", ".join(names[:_COLUMNS]) + (f" and {count(more)} more" if more > 0 else "")
 

@@ -273,7 +273,7 @@ def test_arguments_in_the_order_of_a_column_are_counted(qwen: Any, tmp_path: Pat
     made = [call({"b": 3, "a": 1}), call({"b": 4})]
     for source, count in ((as_parquet(made, tmp_path), 1), (as_json_lines(made, tmp_path), 0)):
         counts = prepare(DataSection(train=source, eval="none", max_length=4096), qwen).train_counts
-        assert (counts.rows, counts.schema_ordered) == (2, count)
+        assert (counts.rows, counts.traits.schema_ordered) == (2, count)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def test_what_another_objective_or_format_would_read_is_listed_with_it(quick: An
     ):
         file = write_rows(tmp_path / "rows.jsonl", rows)
         job = quick(f"data.train={file}", f"training.objective={objective}", "data.eval=none")
-        assert finetune.inspect_data(job).inspection.train.unused == unused
+        assert finetune.inspect_data(job).inspection.train.traits.unused == unused
 
 
 def test_pairs_of_openais_export_are_read_by_every_objective() -> None:

@@ -83,7 +83,9 @@ def test_a_longer_row_loses_its_prompt_before_its_answer_and_is_counted(write: W
     section = DataSection(train=source, eval="none", max_length=length(1, 1))
     prepared = prepare(section, tokenizer)
     counts = prepared.train_counts
-    assert (counts.rows, counts.truncated, counts.answers_truncated, counts.dropped) == (3, 2, 1, 0)
+    assert (counts.rows, counts.dropped) == (3, 0)
+    facts = counts.as_dict()
+    assert (facts["truncated"], facts["answers_truncated"]) == (2, 1)
     answers = ["one<|im_end|>", "one two one two<|im_end|>", "one two one two one"]
     for row, answer in zip(prepared.train, answers, strict=True):
         assert len(row["labels"]) == section.max_length
@@ -110,8 +112,8 @@ def test_longer_rows_may_be_left_out_and_are_listed(write: Write, tokenizer: Any
     source = write([chat("Hi", "one"), chat("one " * 20, "two"), chat("Hi", "two"), chat("so " * 30, "two")])
     prepared = prepare(DataSection(train=source, eval="none", max_length=16, too_long="drop"), tokenizer)
     counts = prepared.train_counts
-    assert (counts.rows, counts.dropped, counts.truncated) == (2, 2, 0)
-    assert counts.dropped_locations == [f"{source}:2", f"{source}:4"]
+    assert (counts.rows, counts.dropped, counts.as_dict()["truncated"]) == (2, 2, 0)
+    assert counts.places(what="dropped") == [f"{source}:2", f"{source}:4"]
     assert counts.dropped_why == {TOO_LONG: 2}
     assert len(prepared.train) == 2
 
@@ -120,7 +122,7 @@ def test_longer_rows_may_be_split_and_pieces_with_nothing_to_train_are_left_out(
     source = write([chat("one " * 20, "two"), {"messages": chat("Hi", "one")["messages"] * 2}])
     section = DataSection(train=source, eval="none", max_length=10, too_long="split")
     prepared = prepare(section, tokenizer)
-    assert (prepared.train_counts.split, prepared.train_counts.dropped) == (2, 0)
+    assert (prepared.train_counts.as_dict()["split"], prepared.train_counts.dropped) == (2, 0)
     trained = ["".join(tokenizer.decode([x]) for x in row["labels"] if x != IGNORE) for row in prepared.train]
     assert trained == ["two<|im_end|>", "one", "<|im_end|>", "one<|im_end|>"]
 
@@ -165,7 +167,7 @@ def test_duplicates_are_counted_and_dropped_where_that_is_asked(write: Write, to
     for policy, weight, left in (("keep", 1, 4), ("drop", 1, 2), ("keep", 2, 8), ("drop", 2, 4)):
         train = [Source(source=source, weight=weight)]
         counts = prepare(DataSection(train=train, eval="none", duplicates=policy), tokenizer).train_counts
-        assert (counts.rows, counts.duplicates) == (left, 2 * weight)
+        assert (counts.rows, counts.as_dict()["duplicates"]) == (left, 2 * weight)
         places = [f"{source}:{line}" for line in (3, 4) for _ in range(weight)]
         assert [row.place for row in counts.affected] == places
         assert {row.what for row in counts.affected} == {"kept" if policy == "keep" else "dropped"}
@@ -488,7 +490,7 @@ def test_columns_that_go_nowhere_are_known_once_for_the_split(write: Write, toke
     answer = {"role": "assistant", "content": "so", "mood": "hm", "id": 5}
     row = {"messages": [{"role": "user", "content": "Hi"}, answer], "source": "web", "lang": ""}
     found = prepare(DataSection(train=write([row, {**row, "lang": "en"}]), eval="none"), tokenizer)
-    assert found.train_counts.unused == ["source", "messages.id", "messages.mood", "lang"]
+    assert found.train_counts.traits.unused == ["source", "messages.id", "messages.mood", "lang"]
     tokenizer.chat_template = tokenizer.chat_template + "{# mood #}"
     found = prepare(DataSection(train=write([row]), eval="none"), tokenizer)
-    assert found.train_counts.unused == ["source", "messages.id"]
+    assert found.train_counts.traits.unused == ["source", "messages.id"]

@@ -76,7 +76,7 @@ def test_more_text_than_is_tokenized_is_refused_or_dropped_and_counted(
             prepared(too_long=too_long)
     counts = prepared(too_long="drop")
     assert (counts.rows, counts.dropped_why) == (2, {"over data.max_length": 1})
-    assert counts.dropped_locations == [f"{path}:2"]
+    assert counts.places(what="dropped") == [f"{path}:2"]
     if kind == "text":  # as much as is tokenized is
         write_rows(path, [{"text": "two " * 1000}])
         assert prepared(max_length=100, too_long="split").tokens > 2000

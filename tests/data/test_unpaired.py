@@ -129,7 +129,7 @@ def test_a_row_has_its_answer_and_one_to_another_prompt(tmp_path: Path) -> None:
     assert counts.segments == {
         name: sum(row["segments"][at] for row in data.train) for at, name in enumerate(("answer", "mismatched"))
     }
-    assert counts.unused == ["kind"]
+    assert counts.traits.unused == ["kind"]
 
 
 def test_the_look_at_the_data_shows_the_label_of_an_answer(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import finetune
 from finetune.data.batching import LargestBatch
-from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
+from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts, Traits
 from finetune.data.inspection import AsChat, Batching, Bin, Inspection, SourceCounts
 from finetune.report.data_view import DataView
 from finetune.storage.records import Sample, TokenText
@@ -79,8 +79,10 @@ def test_unused_columns_and_control_tokens_have_a_line_each() -> None:
     spelt = [Affected("rows.jsonl:7", "kept", CONTROL_TOKENS, 20)]
     many = [f"column{number}" for number in range(30)]
     found = inspection(
-        train=Counts(rows=1000, tokens=2, trained_tokens=1, affected=spelt, unused=["id", "lang\x1b[31m"]),
-        eval=Counts(rows=20, tokens=2, unused=["id", *many]),
+        train=Counts(
+            rows=1000, tokens=2, trained_tokens=1, affected=spelt, traits=Traits(unused=["id", "lang\x1b[31m"])
+        ),
+        eval=Counts(rows=20, tokens=2, traits=Traits(unused=["id", *many])),
         warning="none: all rows are equal",
     )
     lines = shown(found).splitlines()
@@ -174,7 +176,8 @@ def test_a_row_of_plain_text_is_shown_through_the_chat_template_as_well() -> Non
 
 
 def test_a_small_evaluation_set_and_prompts_without_a_template_are_pointed_out() -> None:
-    text = shown(inspection(judges=False, train=Counts(rows=2, tokens=9, kinds={"completion": 2}, run_together=1)))
+    traits = Traits(kinds={"completion": 2}, run_together=1)
+    text = shown(inspection(judges=False, train=Counts(rows=2, tokens=9, traits=traits)))
     assert re.search(
         r"^evaluation set +too few different rows to choose an adapter by, so the last one is ", text, re.M
     )

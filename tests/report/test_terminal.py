@@ -16,8 +16,8 @@ from report_lines import evaluation_line, training_line
 from rich.console import Console
 
 from finetune.config import Config
-from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, Affected
-from finetune.data.prepare import Counts, Prepared
+from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, Affected, Counts, Traits
+from finetune.data.prepare import Prepared
 from finetune.report import live, printing
 from finetune.report.live import STOPPING, LiveView
 from finetune.report.scores import Scores
@@ -110,7 +110,8 @@ def test_a_log_has_the_header_and_the_proofs_and_no_control_characters(log: Log,
 def test_the_header_shows_unused_columns_control_tokens_and_a_missing_evaluation_set_and_forecast(
     log: Log, run: RunDirectory
 ) -> None:
-    counts = Counts(rows=2, tokens=9, affected=[Affected("a:1", "kept", CONTROL_TOKENS, 5)], unused=["id", "lang"])
+    kept = [Affected("a:1", "kept", CONTROL_TOKENS, 5)]
+    counts = Counts(rows=2, tokens=9, affected=kept, traits=Traits(unused=["id", "lang"]))
     data = Prepared(train=None, eval=None, train_counts=counts, eval_counts=None, warning="none: all rows are equal")
     log.terminal.opened(run.path, Config(), "cpu", data, "sdpa", None)
     assert "1 with control tokens as text, listed in data.jsonl" in log.text
