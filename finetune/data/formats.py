@@ -40,8 +40,9 @@ class RowFormat:
     """A row format, recognised by its `required` fields (if any) and parsed by `read`.
 
     `of_answers`: the rows hold answers, so rows labelled as good or bad (KTO) are refused. `detected`: by its fields;
-    else only where `data.format` or the objective names it. `completed` adds what the data section decides. `rows` are
-    those that one becomes, each with what its location adds. `rewritten`: the function of a format given from Python.
+    else only where `data.format` or the objective names it. `completed` adds what the data section decides. `rows`, if
+    one may become several, are those, each with what its location adds. `rewritten`: the function of a format given
+    from Python.
     """
 
     help: str
@@ -50,8 +51,8 @@ class RowFormat:
     optional: tuple[str, ...] = ()
     of_answers: bool = True
     detected: bool = True
-    completed: Callable[[Content, DataSection], Content] = lambda content, section: content
-    rows: Callable[[Content], Mapping[str, Content]] = lambda content: {"": content}
+    completed: Callable[[Content, DataSection], Content] | None = None
+    rows: Callable[[Content], Mapping[str, Content]] | None = None
     rewritten: Callable[[Fields], Fields] | None = None
 
 
