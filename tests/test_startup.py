@@ -182,6 +182,17 @@ def test_a_terminal_shows_that_libraries_are_imported(watched: dict[str, Ended])
     assert ended.at_first_line.isdisjoint(SLOW)
 
 
+def test_importing_the_package_loads_neither_its_config_nor_an_extra() -> None:
+    code = f"""
+import finetune, sys
+assert sys.modules.keys().isdisjoint({("pydantic", "yaml", "finetune.config", *SLOW)!r})
+from finetune.training.strategies import STRATEGIES
+assert [*STRATEGIES] == ["auto", "ddp", "fsdp", "deepspeed"]
+assert "finetune.extras.zero.engine" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # Pictures, trackers, other trainers; compilers and our kernels, of which a run here needs none, and a forecast shapes.
 UNNEEDED = {
     "matplotlib", "sklearn", "torchvision", "tensorboard", "IPython", "transformers.pipelines",

@@ -1,5 +1,6 @@
 """The configuration of a job: what a person wrote, checked and resolved."""
 
+from finetune import tables
 from finetune.config.field_types import Choices
 from finetune.config.load import (
     as_written,
@@ -34,3 +35,5 @@ from finetune.config.sections import (
     entries,
     named,
 )
+
+tables.complete(__name__)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from finetune import tables
 from finetune.config.field_types import unknown
 from finetune.data.strict_json import Decoder, JsonError
 from finetune.errors import ConfigError, DataError, MachineError, first_line
@@ -240,3 +241,5 @@ METRICS: dict[str, Entry] = {
         "the value at this key, or `outer.inner`, is the reference's", lambda key: _json_rule((*key.split("."),)), "KEY"
     ),
 }
+
+tables.complete(__name__)

@@ -6,6 +6,6 @@ from finetune.extras import lm_eval, zero
 
 
 def register() -> None:
-    """Add the extras to the tables; what they need is imported when a job asks for it."""
+    """Have the extras add to each table when it is imported; what they need is imported when a job asks for it."""
     lm_eval.register()
     zero.register()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from finetune import tables
 from finetune.config import DistributedSection
 from finetune.training import strategies
 
@@ -37,3 +38,6 @@ def of(section: DistributedSection, world_size: int) -> type[TracedEngine]:
 
     load = ENGINES.get(section.kind) if strategies.applies(section, world_size) else None
     return load() if load else TracedEngine
+
+
+tables.complete(__name__)

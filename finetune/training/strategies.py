@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from finetune import tables
 from finetune.config import Config, DistributedSection, contradictions
 
 if TYPE_CHECKING:
@@ -155,3 +156,6 @@ def engine(given: Given) -> Engine:
     if applies(given.section, ranks.world_size()):
         return STRATEGIES[given.section.kind].engine(given)
     return OneProcess(given.model, given.optimizer, given.scaler)
+
+
+tables.complete(__name__)

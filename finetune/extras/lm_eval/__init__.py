@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from finetune.evaluation.metrics import SOURCES
+from finetune import tables
 
 if TYPE_CHECKING:
     from finetune.extras.lm_eval.tasks import Tasks
@@ -12,6 +12,12 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """Add `--task` to the sources of metrics."""
+    tables.extend("finetune.evaluation.metrics", _add_source)
+
+
+def _add_source() -> None:
+    from finetune.evaluation.metrics import SOURCES
+
     SOURCES["tasks"] = _tasks
 
 
