@@ -16,12 +16,12 @@ from finetune.config.field_types import shown
 from finetune.errors import ConfigError
 
 if TYPE_CHECKING:
+    from finetune.extras.sweeps.view import SweepView
     from finetune.forecast.plan import Fitted
     from finetune.report.data_view import DataView
     from finetune.report.forecast_view import PlanView
     from finetune.report.result import Result
     from finetune.report.runs_view import RunsView
-    from finetune.report.sweep_view import SweepView
     from finetune.report.terminal import Terminal
     from finetune.storage.rundir import Run
     from finetune.training.callbacks import AnyCallback
@@ -128,7 +128,7 @@ def sweep(
     aside. Values of `training.seed` are averaged. Raises ConfigError for keys that members must share.
     """
     from finetune.extras.sweeps import grid, running
-    from finetune.report.sweep_view import SweepView
+    from finetune.extras.sweeps.view import SweepView
 
     job = config if isinstance(config, (Config, Mapping)) else fspath(config)
     source = job.model_dump(exclude_unset=True) if isinstance(job, Config) else job

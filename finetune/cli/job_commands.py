@@ -75,7 +75,7 @@ def sweep(
         grid.members(config, rest, keys)
     with importing(f"sweep of {config}"):
         from finetune.extras.sweeps import running
-        from finetune.report.sweep_view import SweepView
+        from finetune.extras.sweeps.view import SweepView
     table = running.sweep(config, rest, keys, full=full, fresh=fresh, terminal=new_terminal(quiet=as_json))
     give_page(SweepView(table), as_json, page)
 

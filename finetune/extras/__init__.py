@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from finetune.extras import lm_eval, zero
+from finetune.extras import lm_eval, sweeps, zero
 
 
 def register() -> None:
     """Have the extras add to each table when it is imported; what they need is imported when a job asks for it."""
     lm_eval.register()
+    sweeps.register()
     zero.register()

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -33,9 +32,9 @@ def of_run(figures: Figures) -> list[dict[str, Any]]:
     return _drawn(
         loss(figures),
         *of_objective(figures),
-        _chart("Learning rate", "", "exponent", _of(groups, "learning_rate", last)),
-        _chart("Gradient norm", "before clipping", "digits", _of(groups, "grad_norm", highest)),
-        _chart("Tokens per second", "", "whole", _of(groups, "tokens_per_second", mean)),
+        chart("Learning rate", "", "exponent", _of(groups, "learning_rate", last)),
+        chart("Gradient norm", "before clipping", "digits", _of(groups, "grad_norm", highest)),
+        chart("Tokens per second", "", "whole", _of(groups, "tokens_per_second", mean)),
         memory(figures),
     )
 
@@ -43,7 +42,7 @@ def of_run(figures: Figures) -> list[dict[str, Any]]:
 def loss(figures: Figures) -> dict[str, Any]:
     """The chart of the training loss and of the evaluations."""
     evaluations = _of(grouped(figures.evaluations), "eval_loss", mean, "evaluation", "points")
-    return _chart("Loss", _unit(figures), "fixed", *_losses(grouped(figures.training)), evaluations)
+    return chart("Loss", _unit(figures), "fixed", *_losses(grouped(figures.training)), evaluations)
 
 
 def of_objective(figures: Figures) -> list[dict[str, Any]]:
@@ -53,9 +52,9 @@ def of_objective(figures: Figures) -> list[dict[str, Any]]:
     for name in figures.statistics:
         kinds.setdefault(name if name.endswith(_SHARES) else name.partition("_")[0], []).append(name)
     return [
-        _chart(
+        chart(
             words.statistic(kind).capitalize(), f"mean of {_span(groups) * _size(groups):,} steps", "digits",
-            _table(_steps(groups), *((words.statistic(name), "line", _averaged(groups, name)) for name in names)),
+            table(_steps(groups), *((words.statistic(name), "line", _averaged(groups, name)) for name in names)),
         )
         for kind, names in kinds.items()
     ]  # fmt: skip
@@ -79,10 +78,10 @@ def memory(figures: Figures) -> dict[str, Any]:
     def series(phase: str, style: str, groups: Sequence[Sequence[Line]]) -> tuple[str, str, list[float | None]]:
         return phase, style, [_in(unit, highest(_bytes(group, phase, measure))) for group in groups]
 
-    return _chart(
+    return chart(
         "Peak memory by phase", f"{words.MEASURES[measure]}, {unit}", "digits",
-        _table(_steps(groups), *(series(phase, "line", groups) for phase in _PHASES if phase in peaks)),
-        _table(_steps(evaluated), series("evaluation", "points", evaluated)),
+        table(_steps(groups), *(series(phase, "line", groups) for phase in _PHASES if phase in peaks)),
+        table(_steps(evaluated), series("evaluation", "points", evaluated)),
     )  # fmt: skip
 
 
@@ -95,106 +94,21 @@ def of_runs(runs: Mapping[str, Figures]) -> list[dict[str, Any]]:
         return [_of(lines, key, reduced, name) for name, lines in groups.items()]
 
     return _drawn(
-        _chart("Evaluation loss", " or ".join(sorted({*map(_unit, runs.values())})), "fixed", *(
+        chart("Evaluation loss", " or ".join(sorted({*map(_unit, runs.values())})), "fixed", *(
             _of(grouped(figures.evaluations), "eval_loss", mean, name, "points") for name, figures in runs.items())),
-        _chart("Training loss", "smoothed", "fixed", *(
-            _table(_steps(lines), (name, "line", smoothed(lines)[0])) for name, lines in groups.items())),
-        *(_chart(words.statistic(statistic).capitalize(), "smoothed", "digits", *(
-            _table(_steps(groups[name]), (name, "line", _averaged(groups[name], statistic)))
+        chart("Training loss", "smoothed", "fixed", *(
+            table(_steps(lines), (name, "line", smoothed(lines)[0])) for name, lines in groups.items())),
+        *(chart(words.statistic(statistic).capitalize(), "smoothed", "digits", *(
+            table(_steps(groups[name]), (name, "line", _averaged(groups[name], statistic)))
             for name, figures in runs.items() if statistic in figures.statistics))
           for statistic in dict.fromkeys(one for figures in runs.values() for one in figures.statistics)),
-        _chart("Learning rate", "", "exponent", *each("learning_rate", last)),
-        _chart("Gradient norm", "before clipping", "digits", *each("grad_norm", highest)),
-        _chart("Tokens per second", "", "whole", *each("tokens_per_second", mean)),
-        _chart("Peak memory of a step", unit, "digits", *(
-            _table(_steps(lines), (name, "line", [_in(unit, highest(_headlines(group))) for group in lines]))
+        chart("Learning rate", "", "exponent", *each("learning_rate", last)),
+        chart("Gradient norm", "before clipping", "digits", *each("grad_norm", highest)),
+        chart("Tokens per second", "", "whole", *each("tokens_per_second", mean)),
+        chart("Peak memory of a step", unit, "digits", *(
+            table(_steps(lines), (name, "line", [_in(unit, highest(_headlines(group))) for group in lines]))
             for name, lines in groups.items())),
     )  # fmt: skip
-
-
-def within_sight(charts: Sequence[dict[str, Any]], names: Collection[str]) -> list[dict[str, Any]]:
-    """The charts of several runs, cut off far above the losses of the runs `names`."""
-
-    def seen(chart: dict[str, Any]) -> dict[str, Any]:
-        series = [one for table in chart["tables"] for one in table["series"]]
-        kept = [value for one in series if one["name"] in names for value in one["values"] if value is not None]
-        top = 2 * max(kept, default=math.inf) - min(kept, default=0.0)
-        if all(value is None or value <= top for one in series for value in one["values"]):
-            return chart
-        return {**chart, "unit": f"{chart['unit']}, higher ones cut off", "top": _short(top)}
-
-    return [seen(chart) if chart["title"] in ("Evaluation loss", "Training loss") else chart for chart in charts]
-
-
-@dataclass(frozen=True)
-class ByValue:
-    """How far the best setting with a `value` of a key is from the best of all, as (low, value, high).
-
-    `early` says after how much of a run, if not the whole. `difference` is None if it diverged.
-    """
-
-    value: Any
-    difference: tuple[float | None, float, float | None] | None
-    early: str = ""
-
-
-_SPREAD = 4
-"""Differences above this multiple of the largest one of a whole run are drawn at the upper edge."""
-
-
-def by_value(title: str, unit: str, key: str, points: Sequence[ByValue]) -> dict[str, Any]:
-    """The chart of differences by the values of a config key, in the order given.
-
-    Positive numbers are drawn on a logarithmic axis, others evenly spaced. Those that were compared early have a mark
-    of their own, as have those that are off the scale.
-    """
-    whole = [point for point in points if point.difference and not point.early]
-    above = [point.difference[1] for point in points if point.difference and point.difference[1] > 0]
-    limit = _SPREAD * (max((_top(point) for point in whole), default=0.0) or min(above, default=0.0))
-    shown = [point for point in points if point.difference and point.difference[1] <= limit]
-    edge = 1.15 * max(map(_top, shown), default=0.0)
-
-    def values(of: Sequence[ByValue], at: int) -> list[float | None]:
-        return [point.difference[at] if point in of and point.difference else None for point in points]
-
-    def texts(of: Sequence[ByValue]) -> list[str]:
-        return [_text(point) if point in of else "" for point in points]
-
-    early, beyond = [point for point in shown if point.early], [point for point in points if point not in shown]
-    ends = [("95%, high", "high", values(whole, 2)), ("95%, low", "low", values(whole, 0))]
-    ticks = [{"step": tick} for tick in _ticks([point.value for point in points])]
-    table = _table(ticks, *ends, ("whole run", "line", values(whole, 1)))
-    marks = [
-        ("part of a run", "hollow", early, values(early, 1)),
-        ("off the scale", "beyond", beyond, [edge if point in beyond else None for point in points]),
-    ]
-    table["series"] += [
-        {"name": name, "style": style, "values": drawn, "texts": texts(marked)}
-        for name, style, marked, drawn in marks
-        if marked
-    ]
-    labels = [words.as_in_a_file(point.value) for point in points]
-    return {**_chart(title, unit, "fixed", table), "along": key, "labels": labels}
-
-
-def _top(point: ByValue) -> float:
-    """The upper end of a point's interval, or the point itself."""
-    return max(number for number in point.difference or () if number is not None)
-
-
-def _text(point: ByValue) -> str:
-    """The legend of a point that was compared before the end of its run, or diverged."""
-    after = f" after {point.early}" if point.early else ""
-    return f"{point.difference[1]:+.4f}{after}" if point.difference else f"diverged{after}"
-
-
-def _ticks(values: Sequence[Any]) -> list[float]:
-    """The coordinate of each value on the axis: from 0 to their number less 1."""
-    last = len(values) - 1
-    if any(isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0 for value in values):
-        return [*map(float, range(len(values)))]
-    width = math.log(values[-1] / values[0])
-    return [round(last * math.log(value / values[0]) / width, 4) for value in values]
 
 
 # -- a step of a forecast ----------------------------------------------------------------------------------------------
@@ -352,14 +266,14 @@ def _losses(groups: Sequence[Sequence[Line]]) -> list[dict[str, Any]]:
     else:
         raw = [("each step", "faint", [loss for [loss] in losses])]
     values, span_steps = smoothed(groups)
-    return [_table(_steps(groups), *raw, (f"mean of {span_steps:,} steps", "line", values))]
+    return [table(_steps(groups), *raw, (f"mean of {span_steps:,} steps", "line", values))]
 
 
 def _of(
     groups: Sequence[Sequence[Line]], key: str, reduced: Reduced, name: str = "", style: str = "line"
 ) -> dict[str, Any]:
     values = [reduced(line[key] for line in group) for group in groups]
-    return _table(_steps(groups), (name or key.replace("_", " "), style, values))
+    return table(_steps(groups), (name or key.replace("_", " "), style, values))
 
 
 def _steps(groups: Sequence[Sequence[Line]]) -> list[Line]:
@@ -379,26 +293,26 @@ def _in(unit: str, size_bytes: float | None) -> float | None:
     return None if size_bytes is None else size_bytes / words.UNITS[unit]
 
 
-def _table(lines: Sequence[Line], *series: tuple[str, str, Sequence[float | None]]) -> dict[str, Any]:
+def table(lines: Sequence[Line], *series: tuple[str, str, Sequence[float | None]]) -> dict[str, Any]:
     """Series of (name, style, values) at the lines' steps. JSON has no NaN."""
     return {
         "steps": [line["step"] for line in lines],
         "series": [
-            {"name": name, "style": style, "values": [_short(value) for value in values]}
+            {"name": name, "style": style, "values": [short(value) for value in values]}
             for name, style, values in series
         ],
     }
 
 
-def _short(value: float | None) -> float | None:
+def short(value: float | None) -> float | None:
     """The value with five digits, more than a chart shows; None for one that JSON cannot hold."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 
-def _chart(title: str, unit: str, form: str, *tables: dict[str, Any]) -> dict[str, Any]:
+def chart(title: str, unit: str, form: str, *tables: dict[str, Any]) -> dict[str, Any]:
     return {"title": title, "unit": unit, "form": form, "tables": [table for table in tables if table["series"]]}
 
 
 def _drawn(*charts: dict[str, Any]) -> list[dict[str, Any]]:
     """The charts that have points."""
-    return [chart for chart in charts if any(table["steps"] for table in chart["tables"])]
+    return [one for one in charts if any(table["steps"] for table in one["tables"])]

@@ -17,9 +17,8 @@ from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, ConfigError, first_line
 from finetune.report import curves, printing, words
 from finetune.report.figures import Figures, flat, framed, summary
-from finetune.report.sweep_table import is_sweep
 from finetune.report.view import PageView
-from finetune.storage.rundir import Run, RunDirectory
+from finetune.storage.rundir import Run, RunDirectory, is_sweep
 
 # A run's directory says nothing about what it trained.
 _NO_DIFFERENCE = "output.dir"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 
+from finetune import tables
 from finetune.report import printing, words
 from finetune.report.visible import LINES, visible
 from finetune.storage.files import write_text
@@ -25,12 +26,15 @@ from finetune.storage.files import write_text
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+TEMPLATES = ["finetune.report"]
+"""The packages whose folder `templates` has those of views."""
+
 
 class View:
     """A result for people, on a terminal, as JSON, and with a template in a notebook."""
 
     template: ClassVar[str] = ""
-    """The file in templates/; empty for a view that notebooks show as text."""
+    """The file in a folder of TEMPLATES; empty for a view that notebooks show as text."""
 
     def show(self, console: Console) -> None:
         """Print the view."""
@@ -111,14 +115,14 @@ def _read(name: str) -> str:
 
 @cache
 def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # not needed to print on a terminal
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined  # not needed to print on a terminal
 
     def shown(value: object) -> object:
         return value if hasattr(value, "__html__") else visible(str(value), LINES)  # `__html__`: rendered by a macro
 
     environment = Environment(
-        loader=PackageLoader("finetune.report"), autoescape=True, undefined=StrictUndefined, finalize=shown,
-        trim_blocks=True, lstrip_blocks=True,
+        loader=ChoiceLoader([*map(PackageLoader, TEMPLATES)]), autoescape=True, undefined=StrictUndefined,
+        finalize=shown, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.globals["words"] = words
     safe, escape = environment.filters["safe"], environment.filters["escape"]
@@ -129,3 +133,6 @@ def _environment() -> Environment:
 
     environment.filters["breakable"] = breakable
     return environment
+
+
+tables.complete(__name__)

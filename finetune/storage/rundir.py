@@ -21,7 +21,17 @@ from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, MachineError
 from finetune.storage import files, locks, records
 
+SWEEP_TABLE = "sweep.json"
+"""The file of a sweep's directory that has the table of its settings; the directories beside it are the runs."""
+SWEEP_SCORES = "scores"
+"""The folder of a sweep's directory that has what each run was compared by."""
+
 _CHECKPOINT = "step-"
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder is the directory of a sweep, ended or not."""
+    return (folder / SWEEP_TABLE).is_file() or (folder / SWEEP_SCORES).is_dir()
 
 
 class RunDirectory:

@@ -17,12 +17,12 @@ from test_data_view import inspection
 
 from finetune.api import compare
 from finetune.config import Config
+from finetune.extras.sweeps.table import SettingResult, SweepTable
+from finetune.extras.sweeps.view import SweepView
 from finetune.forecast.plan import Plan
 from finetune.report import page
 from finetune.report.data_view import DataView
 from finetune.report.forecast_view import PlanView
-from finetune.report.sweep_table import SettingResult, SweepTable
-from finetune.report.sweep_view import SweepView
 from finetune.storage.files import write_json, write_lines, write_text
 from finetune.storage.rundir import RunDirectory
 

@@ -22,6 +22,8 @@ import finetune
 from finetune.config import Config, dump
 from finetune.data.inspection import SourceCounts
 from finetune.extras.doctor import Examination, Finding
+from finetune.extras.sweeps.table import SettingResult, SweepTable
+from finetune.extras.sweeps.view import SweepView
 from finetune.forecast.answer_memory import Serving
 from finetune.forecast.levers import Lever
 from finetune.forecast.plan import Fitted, Limits, Plan
@@ -29,8 +31,6 @@ from finetune.report.data_view import DataView
 from finetune.report.forecast_view import ChosenView, FittedView, PlanView, ServingView
 from finetune.report.result import Result
 from finetune.report.scores import Scores
-from finetune.report.sweep_table import SettingResult, SweepTable
-from finetune.report.sweep_view import SweepView
 from finetune.report.view import PageView, View
 from finetune.report.visible import visible
 from finetune.storage.files import write_text

@@ -3,3 +3,18 @@
 grid ─▶ members, each an ordinary run ─▶ running ─▶ halving: which go on ─▶ the table
 
 """
+
+from __future__ import annotations
+
+from finetune import tables
+
+
+def register() -> None:
+    """Add the template of a sweep's page."""
+    tables.extend("finetune.report.view", _add_templates)
+
+
+def _add_templates() -> None:
+    from finetune.report.view import TEMPLATES
+
+    TEMPLATES.append(__name__)

@@ -28,6 +28,8 @@ from finetune.errors import ConfigError, DataError, NumbersError, OutOfMemoryErr
 from finetune.extras.sweeps import grid, halving
 from finetune.extras.sweeps.grid import Member
 from finetune.extras.sweeps.resident import ResidentBase
+from finetune.extras.sweeps.table import SettingResult, SettingState, SweepTable
+from finetune.extras.sweeps.terminal import SweepTerminal
 from finetune.model import build, precision
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
@@ -35,15 +37,13 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.recipe import provenance, resume
 from finetune.report import words
 from finetune.report.figures import Figures
-from finetune.report.sweep_table import SCORES, TABLE, SettingResult, SettingState, SweepTable, is_sweep
-from finetune.report.sweep_terminal import SweepTerminal
 from finetune.report.terminal import Terminal
 from finetune.resolve import resolve
 from finetune.runtime import libraries, ranks
 from finetune.runtime.device import this_device
 from finetune.storage import locks
 from finetune.storage.files import write_bytes, write_json
-from finetune.storage.rundir import RunDirectory
+from finetune.storage.rundir import SWEEP_SCORES, SWEEP_TABLE, RunDirectory, is_sweep
 from finetune.training.callbacks import Callback
 from finetune.training.eval_loss import held_out_loss
 from finetune.training.optimizers import OPTIMIZERS
@@ -90,8 +90,8 @@ def sweep(
 
 def _held(folder: Path) -> contextlib.AbstractContextManager[None]:
     """The lock of a sweep."""
-    (folder / SCORES).mkdir(parents=True, exist_ok=True)
-    return locks.locked(folder / SCORES / "lock", str(folder), "or set another `output.dir`")
+    (folder / SWEEP_SCORES).mkdir(parents=True, exist_ok=True)
+    return locks.locked(folder / SWEEP_SCORES / "lock", str(folder), "or set another `output.dir`")
 
 
 def _in_one_precision(made: Sequence[Member], terminal: Terminal, *, fresh: bool) -> list[Member]:
@@ -184,7 +184,7 @@ class _Sweep:
                     scores[setting] = np.stack(np.broadcast_arrays(*known))
             going = self._going_on(going, share)
         table = self._table()
-        write_json(self.folder / TABLE, table.as_dict())
+        write_json(self.folder / SWEEP_TABLE, table.as_dict())
         return table
 
     @cached_property
@@ -227,7 +227,7 @@ class _Sweep:
                 self.terminal.note(f"{file}: damaged; {member.name} is scored again")
         if rows is None:
             unfinished = f"the sweep has not ended; the same command goes on with {member.setting}"
-            write_json(self.folder / TABLE, self._table(unfinished).as_dict())
+            write_json(self.folder / SWEEP_TABLE, self._table(unfinished).as_dict())
             try:
                 rows = self._trained(member, share)
             except OutOfMemoryError as error:
@@ -247,7 +247,7 @@ class _Sweep:
         return rows
 
     def _score_file(self, member: Member, share: float) -> Path:
-        return self.folder / SCORES / f"{member.name}-{share:.4f}-{self._made_of[member.name]}.npy"
+        return self.folder / SWEEP_SCORES / f"{member.name}-{share:.4f}-{self._made_of[member.name]}.npy"
 
     @cached_property
     def _made_of(self) -> dict[str, str]:

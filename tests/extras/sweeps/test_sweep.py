@@ -25,15 +25,14 @@ from finetune.choices import load_config
 from finetune.errors import ConfigError, DataError, InUseError, OutOfMemoryError
 from finetune.extras.sweeps import grid, running
 from finetune.extras.sweeps.resident import ResidentBase
+from finetune.extras.sweeps.view import SweepView
 from finetune.model import build
 from finetune.model.base import load_architecture
 from finetune.report import plots
-from finetune.report.sweep_table import TABLE
-from finetune.report.sweep_view import SweepView
 from finetune.report.terminal import Terminal
 from finetune.storage import locks
 from finetune.storage.files import write_bytes
-from finetune.storage.rundir import RunDirectory
+from finetune.storage.rundir import SWEEP_TABLE, RunDirectory
 from finetune.training import run as training_run
 from finetune.training import sample_answers
 
@@ -86,7 +85,7 @@ def killed(
         ["sweep", TINY, *job, QUANTIZED, f"output.dir={folder}", rates], Fault("rename", "step-00000008")
     )
     assert ended.code == -signal.SIGKILL, ended.output
-    then = {"table": json.loads((folder / TABLE).read_text()), "compared": [*finetune.compare([folder]).runs]}
+    then = {"table": json.loads((folder / SWEEP_TABLE).read_text()), "compared": [*finetune.compare([folder]).runs]}
     (folder.parent / "then.json").write_text(json.dumps(then))
     return folder, swept(folder, job)
 
@@ -123,7 +122,7 @@ def test_half_is_stopped_and_the_table_says_why_and_where(killed: tuple[Path, ru
     best, second = table.settings[:2]
     assert [one["share"] for one in best.compared] == [0.25, 1.0]
     assert best.loss < second.loss  # type: ignore[operator]
-    assert json.loads((folder / TABLE).read_text()) == table.as_dict()
+    assert json.loads((folder / SWEEP_TABLE).read_text()) == table.as_dict()
     note = "one seed was trained, so what another seed would change is not in the intervals"
     assert table.as_dict()["note"] == note
     assert SweepView(table).values()["verdict"].endswith(f"; {note}")

@@ -11,8 +11,8 @@ from report_lines import evaluation_line, training_line
 from rich.console import Console
 
 from finetune.config import Config
-from finetune.report.sweep_table import SettingResult, SweepTable
-from finetune.report.sweep_view import SweepView
+from finetune.extras.sweeps.table import SettingResult, SweepTable
+from finetune.extras.sweeps.view import SweepView
 from finetune.storage.files import write_lines
 from finetune.storage.rundir import RunDirectory
 

@@ -7,11 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-TABLE = "sweep.json"
-"""The file of a sweep's directory that has the table; the directories beside it are the runs."""
-SCORES = "scores"
-"""The folder of a sweep's directory that has what each run was compared by."""
-
 SettingState = Literal["finished", "stopped", "waiting", "diverged", "failed"]
 
 
@@ -62,8 +57,3 @@ class SweepTable:
         """The table as JSON values."""
         settings = [asdict(each) for each in self.settings]
         return {**asdict(self), "folder": str(self.folder), "settings": settings, "note": self.note}
-
-
-def is_sweep(folder: Path) -> bool:
-    """Whether a folder is the directory of a sweep, ended or not."""
-    return (folder / TABLE).is_file() or (folder / SCORES).is_dir()

@@ -10,9 +10,10 @@ from typing import Any
 from rich.console import Console
 
 from finetune.config import TrainingSection
+from finetune.extras.sweeps import charts
+from finetune.extras.sweeps.table import SettingResult, SweepTable
 from finetune.report import curves, printing, words
 from finetune.report.figures import Figures, flat, framed
-from finetune.report.sweep_table import SettingResult, SweepTable
 from finetune.report.view import PageView
 from finetune.storage.rundir import RunDirectory
 
@@ -61,7 +62,7 @@ class SweepView(PageView):
         compared = [one for each in self.table.settings for one in each.compared]
         figures = {run.path.name: _with_rounds(run, compared) for run in runs if run.exists}
         whole = {Path(run).name for each in self.table.settings if each.state == "finished" for run in each.runs}
-        return [*_by_key(self.table.settings), *curves.within_sight(curves.of_runs(figures), whole)]
+        return [*_by_key(self.table.settings), *charts.within_sight(curves.of_runs(figures), whole)]
 
     def values(self) -> dict[str, Any]:
         """The table of settings, the verdict, and what was trained."""
@@ -87,7 +88,7 @@ def _by_key(settings: Sequence[SettingResult]) -> list[dict[str, Any]]:
 
     Of settings with the same value, the one that was compared after the largest share of a run counts.
     """
-    charts = []
+    drawn = []
     for key in settings[0].values:
         best: dict[str, SettingResult] = {}
         tried = [one for one in settings if (one.loss is not None or one.state == "diverged") and key in one.values]
@@ -95,10 +96,10 @@ def _by_key(settings: Sequence[SettingResult]) -> list[dict[str, Any]]:
             best.setdefault(words.as_in_a_file(each.values[key]), each)
         if len(best) > 1:
             chosen = sorted((each for each in best.values()), key=lambda one: _order(one.values[key]))
-            points = [curves.ByValue(each.values[key], _interval(each), _early(each)) for each in chosen]
+            points = [charts.ByValue(each.values[key], _interval(each), _early(each)) for each in chosen]
             title = f"Loss above the best, by {key.rpartition('.')[2]}"
-            charts.append(curves.by_value(title, "nats per trained token", key, points))
-    return charts
+            drawn.append(charts.by_value(title, "nats per trained token", key, points))
+    return drawn
 
 
 def _early(result: SettingResult) -> str:
