@@ -15,7 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from finetune.data import columnar, other_json, xlsx
+from finetune import tables
+from finetune.data import columnar, other_json
 from finetune.data.compressed import COMPRESSIONS, UNREAD
 from finetune.data.lines import ROW_BYTES, lines, whole
 from finetune.data.problems import Problems
@@ -103,10 +104,11 @@ NO_HEADER = (
 def has_header(location: str) -> bool:
     """Whether the fields of the row at `location` have their names from the first line of its file."""
     read = reader(Path(location.rpartition(":")[0]))
-    return read is not None and getattr(read, "func", read) in (_csv, _xlsx)
+    return getattr(read, "func", read) in HEADED
 
 
-def _refuse_repeated(names: list[str], location: str) -> None:
+def refuse_repeated(names: list[str], location: str) -> None:
+    """Raise DataError for a table with two columns of one name."""
     if twice := repeated(names):
         raise DataError(f"{location}: two columns have the name `{twice}`; rename one. {NO_HEADER}")
 
@@ -185,15 +187,15 @@ def _csv(path: Path, problems: Problems, encoding: str | None = None, *, delimit
             return
         if row and not names:
             names = row
-            _refuse_repeated(names, location)
+            refuse_repeated(names, location)
         elif row and len(row) != len(names):
             more = "more" if len(row) > len(names) else "fewer"
             problems.add(f"{location}: {more} cells than the header has columns ({len(row)}, not {len(names)})")
         elif row:
-            yield location, _cells(dict(zip(names, row, strict=True)), location, problems)
+            yield location, cell_values(dict(zip(names, row, strict=True)), location, problems)
 
 
-def _cells(texts: dict[str, str], location: str, problems: Problems) -> dict[str, Any]:
+def cell_values(texts: dict[str, str], location: str, problems: Problems) -> dict[str, Any]:
     """The cells of a row of a table: the messages that one holds as JSON, or its text."""
     cells: dict[str, Any] = dict(texts)
     for name, text in texts.items():
@@ -210,24 +212,6 @@ def _cells(texts: dict[str, str], location: str, problems: Problems) -> dict[str
         if are_messages and len(keys) == len(values):
             cells[name] = values
     return cells
-
-
-def _xlsx(path: Path, problems: Problems, encoding: str | None = None) -> Records:
-    names: dict[int, str] = {}
-    header = 0
-    for number, cells in xlsx.rows(path, problems):
-        location = f"{path}:{number}"
-        filled = {column: text for column, text in enumerate(cells) if text}
-        if not names:
-            names, header = filled, number
-            _refuse_repeated(list(names.values()), location)
-        elif (columns := len(filled | names)) > len(names):
-            problems.add(
-                f"{location}: more cells than the header, row {header}, has columns ({columns}, not {len(names)})"
-            )
-        else:
-            named = {name: cells[column] for column, name in names.items()}
-            yield location, _cells(named, location, problems)
 
 
 def _text(path: Path, problems: Problems, encoding: str | None = None) -> Records:
@@ -343,10 +327,18 @@ TEXT_READERS: dict[str, Reader] = {
 
 READERS: dict[str, Reader] = {
     **TEXT_READERS,
-    ".xlsx": _xlsx,
     ".parquet": _parquet,
     ".arrow": _arrow,
 }
 
-ENDINGS = f"{', '.join(READERS)}, the text files also with {', '.join(COMPRESSIONS)}"
-"""For messages."""
+HEADED: list[Any] = [_csv]
+"""The readers of tables, in which the first line names the columns."""
+
+
+def endings() -> str:
+    """The endings of files that are read, for messages: those of text first, then tables, then columns."""
+    names = sorted(READERS, key=lambda ending: 0 if ending in TEXT_READERS else 1 if READERS[ending] in HEADED else 2)
+    return f"{', '.join(names)}, the text files also with {', '.join(COMPRESSIONS)}"
+
+
+tables.complete(__name__)

@@ -19,7 +19,7 @@ from typing import Any
 from finetune.config.field_types import GIVEN, nearest, unknown
 from finetune.data import cache, in_memory, python_docs, splits
 from finetune.data.problems import Problems
-from finetune.data.readers import ENDINGS, reader
+from finetune.data.readers import endings, reader
 from finetune.errors import DataError, MachineError, first_line
 from finetune.runtime import hub
 
@@ -218,11 +218,11 @@ def _no_files(source: str) -> str | None:
     if re.match(r"\w+://", source):
         return f"{source}: addresses are not read; download the file, or name a data set of the hub as OWNER/NAME"
     if os.path.isdir(source):
-        return f"{source}: the folder has no file ending in {ENDINGS}"
+        return f"{source}: the folder has no file ending in {endings()}"
     if os.path.exists(source):
-        return f"{source}: expected a file ending in {ENDINGS}"
+        return f"{source}: expected a file ending in {endings()}"
     if glob.has_magic(source):
-        return f"{source}: matches no file ending in {ENDINGS}"
+        return f"{source}: matches no file ending in {endings()}"
     return None if is_of_hub(source) else f"{source}: no such file or folder{_nearest(Path(source))}"
 
 
@@ -320,7 +320,7 @@ def _fetched(name: str) -> Any:
     try:
         return datasets.load_dataset(name)
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError, HfHubHTTPError, OSError) as error:
-        local = f" A local file must end in {ENDINGS}." if "." in Path(name).name else ""
+        local = f" A local file must end in {endings()}." if "." in Path(name).name else ""
         if why := hub.obstacle():
             raise MachineError(
                 f"data set `{name}`: not a local file, not cached, and the hub cannot be reached ({why}); download it "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from finetune.extras import lm_eval, sweeps, zero
+from finetune.extras import excel, lm_eval, sweeps, zero
 
 
 def register() -> None:
     """Have the extras add to each table when it is imported; what they need is imported when a job asks for it."""
+    excel.register()
     lm_eval.register()
     sweeps.register()
     zero.register()

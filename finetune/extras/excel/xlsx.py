@@ -11,13 +11,33 @@ from typing import IO, Any
 from xml.etree import ElementTree
 
 from finetune.data.problems import Problems
+from finetune.data.readers import Records, cell_values, refuse_repeated
 from finetune.errors import DataError, MachineError, first_line
 
 _DAY = datetime.timedelta(days=1)
 _HALF_A_SECOND = datetime.timedelta(seconds=0.5)
 
 
-def rows(path: Path, problems: Problems) -> Iterator[tuple[int, list[str]]]:
+def read(path: Path, problems: Problems, encoding: str | None = None) -> Records:
+    """The rows of a workbook, whose first one names the columns; errors as in `_rows`."""
+    names: dict[int, str] = {}
+    header = 0
+    for number, cells in _rows(path, problems):
+        location = f"{path}:{number}"
+        filled = {column: text for column, text in enumerate(cells) if text}
+        if not names:
+            names, header = filled, number
+            refuse_repeated(list(names.values()), location)
+        elif (columns := len(filled | names)) > len(names):
+            problems.add(
+                f"{location}: more cells than the header, row {header}, has columns ({columns}, not {len(names)})"
+            )
+        else:
+            named = {name: cells[column] for column, name in names.items()}
+            yield location, cell_values(named, location, problems)
+
+
+def _rows(path: Path, problems: Problems) -> Iterator[tuple[int, list[str]]]:
     """The number of each row that is not empty and the text of its cells, as many in each row.
 
     A cell without text is added to `problems`. Raises DataError for a file that is damaged or not a workbook, and for a
