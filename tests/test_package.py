@@ -70,8 +70,8 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
     script = (
         "import finetune, sys; from finetune.model.source.locate import locate; "
-        "from finetune.data import python_docs; "
-        "assert finetune.__file__.startswith(sys.argv[1]); assert python_docs.pairs('eval'); "
+        "from finetune.extras.python_docs import rows; "
+        "assert finetune.__file__.startswith(sys.argv[1]); assert rows.pairs('eval'); "
         "print(locate('builtin:tiny-llama'))"
     )
     done = subprocess.run(

@@ -54,10 +54,10 @@ from finetune.data.examples import (
 )
 from finetune.data.media import TEXT_ALONE, Media
 from finetune.data.problems import Problems
-from finetune.data.python_docs import Split
 from finetune.data.readers import NO_HEADER, has_header
 from finetune.data.rows import mapped, writer
 from finetune.data.sources import Row
+from finetune.data.splits import Split
 from finetune.data.tokenizing import TooMuchText
 from finetune.errors import DataError
 

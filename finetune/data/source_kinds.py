@@ -1,4 +1,4 @@
-"""Kinds of sources: the built-in rows, rows given from Python, local files, and data sets of the hub.
+"""Kinds of sources: rows given from Python, local files, and data sets of the hub.
 
 Another kind is a subclass of `SourceKind` in a file of its own, and an entry in `sources.KINDS`.
 """
@@ -12,12 +12,12 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.config.field_types import GIVEN, nearest, unknown
-from finetune.data import cache, in_memory, python_docs, splits
+from finetune.config.field_types import GIVEN, nearest
+from finetune.data import cache, in_memory, splits
 from finetune.data.problems import Problems
 from finetune.data.readers import endings, reader
 from finetune.errors import DataError, MachineError, first_line
@@ -31,11 +31,6 @@ _BESIDE_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "datase
 
 # One shard of several, as the hub and `datasets` name them.
 _PART = re.compile(r"(?P<name>.*?)(?P<number>\d{4,})-of-(?P<parts>\d{4,})(?P<ending>\D.*)")
-
-BUILTIN: dict[str, Callable[[Any], list[dict[str, Any]]]] = {
-    "builtin:python_docs": python_docs.conversations,
-    "builtin:python_pairs": python_docs.pairs,
-}
 
 
 class SourceKind:
@@ -76,33 +71,6 @@ class SourceKind:
         return splits.holds_out(self.by_split(source, fetch=True))
 
 
-class BuiltIn(SourceKind):
-    """Rows that come with this package."""
-
-    def has(self, source: str) -> bool:
-        return source.startswith("builtin:")
-
-    def records(
-        self, source: str, split: str, key: str, problems: Problems, encoding: str | None
-    ) -> Iterator[Record]:  # fmt: skip
-        if source not in BUILTIN:
-            raise DataError(f"data source {unknown(source, BUILTIN)}")
-        rows = enumerate(BUILTIN[source](split), start=1)
-        return ((f"{source}[{split}]:{index}", fields, None) for index, fields in rows)
-
-    def contents(self, source: str, split: str) -> list[tuple[str, str]]:
-        return [(source, _digest(python_docs.FILE))]
-
-    def size_bytes(self, source: str) -> int | None:
-        return 0 if source in BUILTIN else None
-
-    def missing(self, source: str) -> str | None:
-        return None if source in BUILTIN else _no_files(source)
-
-    def holds_out(self, source: str) -> bool:
-        return source in BUILTIN
-
-
 class FromPython(SourceKind):
     """Rows given from Python, which this process keeps."""
 
@@ -126,14 +94,14 @@ class LocalFiles(SourceKind):
     """A file, a folder or a pattern, and every name that cannot be a data set of the hub."""
 
     def has(self, source: str) -> bool:
-        return not is_of_hub(source) or _no_files(source) is not None
+        return not is_of_hub(source) or no_files(source) is not None
 
     def records(
         self, source: str, split: str, key: str, problems: Problems, encoding: str | None
     ) -> Iterator[Record]:  # fmt: skip
         files = self.files(source, split)
         if not files:
-            raise DataError(str(_no_files(source)))
+            raise DataError(str(no_files(source)))
 
         def read() -> Iterator[Record]:
             for file in files:
@@ -148,14 +116,14 @@ class LocalFiles(SourceKind):
         return read()
 
     def contents(self, source: str, split: str) -> list[tuple[str, str]]:
-        return [(str(file), _digest(file)) for file in self.files(source, split)]
+        return [(str(file), digest(file)) for file in self.files(source, split)]
 
     def size_bytes(self, source: str) -> int | None:
         files = self.files(source, "train")
         return sum(file.stat().st_size for file in files) if files else None
 
     def missing(self, source: str) -> str | None:
-        return None if _local_splits(source) else _no_files(source)
+        return None if _local_splits(source) else no_files(source)
 
     def files(self, source: str, split: str) -> list[Path]:
         found = _local_splits(source)
@@ -202,7 +170,8 @@ class HubDataSet(SourceKind):
         return [(one, found[one]) for one in splits.chosen(found, split, f"data set `{source}`")]
 
 
-def _digest(file: Path) -> str:
+def digest(file: Path) -> str:
+    """The hash of a file's content, kept while the file is as it was."""
     stat = file.stat()
     return _digest_of(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
@@ -213,7 +182,7 @@ def _digest_of(file: Path, *_: int) -> str:
     return cache.digest(file)
 
 
-def _no_files(source: str) -> str | None:
+def no_files(source: str) -> str | None:
     """The reason why a source has no local files; None if it may be a data set of the hub."""
     if re.match(r"\w+://", source):
         return f"{source}: addresses are not read; download the file, or name a data set of the hub as OWNER/NAME"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune import tables
 from finetune.config import DataSection, Sources, entries
 from finetune.config.field_types import source_name
 from finetune.data import lines, splits
@@ -14,7 +15,7 @@ from finetune.data.compressed import COMPRESSIONS
 from finetune.data.fields import as_json
 from finetune.data.problems import Problems
 from finetune.data.readers import TEXT_READERS
-from finetune.data.source_kinds import BuiltIn, FromPython, HubDataSet, LocalFiles, SourceKind, is_of_hub
+from finetune.data.source_kinds import FromPython, HubDataSet, LocalFiles, SourceKind, is_of_hub
 from finetune.errors import DataError
 
 
@@ -38,7 +39,7 @@ Rows = Iterator[Row]
 # Tokenized in a few seconds.
 _SMALL_BYTES = 16 * 2**20
 
-KINDS: tuple[SourceKind, ...] = (BuiltIn(), FromPython(), LocalFiles(), HubDataSet())
+KINDS: list[SourceKind] = [FromPython(), LocalFiles(), HubDataSet()]
 """The kinds of sources; the first that has a source reads it."""
 
 
@@ -175,3 +176,6 @@ def refuse_shared(train: Sources, held_out: Sources) -> None:
                     f"{file}: is read by both `data.train` and `data.eval` ({entry.source}); remove it from "
                     "`data.train`, or name other rows in `data.eval`"
                 )
+
+
+tables.complete(__name__)

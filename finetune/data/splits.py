@@ -13,9 +13,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from finetune.errors import DataError, first_line
+
+Split = Literal["train", "eval"]
+"""The rows that are trained on, or those that are held out."""
 
 NONE = ""
 """The name of the files that are in no split, beside others that are in one."""

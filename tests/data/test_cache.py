@@ -24,13 +24,14 @@ from jobs import write_rows
 from messages import refusal
 
 from finetune.config import DataSection, Source
-from finetune.data import cache, fingerprint, prepared_writer, python_docs, source_kinds, sources
+from finetune.data import cache, fingerprint, prepared_writer, source_kinds, sources
 from finetune.data.counts import Affected, Counts, Traits
 from finetune.data.encoded import IGNORE, Encoded, Segment
 from finetune.data.prepare import Prepared, prepare, prepare_held_out
 from finetune.data.rows import RowTable, writer
 from finetune.data.rows import mapped as map_file
 from finetune.errors import DataError, MachineError
+from finetune.extras.python_docs import rows as python_docs
 from finetune.storage import files
 from finetune.storage.private import data_cache, not_private
 

@@ -20,8 +20,8 @@ import finetune
 from finetune.choices import load_config
 from finetune.config import Config
 from finetune.config.field_types import LEVELS
-from finetune.data import python_docs
 from finetune.errors import ConfigError, ForecastError, OutOfMemoryError
+from finetune.extras.python_docs import rows as python_docs
 from finetune.forecast import traced_step
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.plan import Plan

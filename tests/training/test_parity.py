@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 import finetune
-from finetune.data import python_docs
 from finetune.data.batching import RowOrder
+from finetune.extras.python_docs import rows as python_docs
 
 STEPS, BATCH, MICRO, SEED = 5, 8, 4, 42
 CONVERSATIONS = python_docs.conversations("train")[::40]

@@ -13,7 +13,7 @@ from typing import Any
 import harness
 import pytest
 
-from finetune.data import python_docs
+from finetune.extras.python_docs import rows as python_docs
 
 conversations = functools.cache(python_docs.conversations)
 
