@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.choices import load_config
-from finetune.config import Config
+from finetune.config import Config, QuantizationSection
 from finetune.config.field_types import shown
 from finetune.config.strict_yaml import scalar
 from finetune.errors import ConfigError
@@ -162,6 +162,15 @@ def _check(keys: Mapping[str, Sequence[str]]) -> None:
     number = len(list(itertools.product(*keys.values())))
     if number > _MOST:
         raise ConfigError(f"{number:,} members are more than {_MOST}; give fewer values")
+
+
+def refuse_open_kind(quantization: QuantizationSection) -> None:
+    """Raise ConfigError for a member whose kind of quantization is `auto` with all that is known of its base."""
+    if quantization.kind == "auto":
+        raise ConfigError(
+            "`quantization.kind: auto` may choose another base for some members; set the kind that `finetune plan` "
+            "names"
+        )
 
 
 def refuse_same(made: Sequence[Member], configs: Sequence[Config]) -> None:

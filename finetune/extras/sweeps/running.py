@@ -126,11 +126,7 @@ def _check(members: Sequence[Member]) -> None:
     for member in members:
         job = resolve(member.config, until="machine")
         config = job.config
-        if config.quantization.kind == "auto":  # with all that is known of the base
-            raise ConfigError(
-                "`quantization.kind: auto` may choose another base for some members; set the kind that `finetune plan` "
-                "names"
-            )
+        grid.refuse_open_kind(config.quantization)
         unpaged = OPTIMIZERS[config.optimizer.kind].unpaged or config.optimizer.kind
         decided.append(config.changed({"optimizer.kind": unpaged}))
         adapter = resume.to_build(config.adapter, resumed=True)  # a resumed member has already read what it starts from
