@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from finetune.api import fit as fit
     from finetune.api import inspect_data as inspect_data
     from finetune.api import plan as plan
-    from finetune.api import sweep as sweep
     from finetune.api import train as train
     from finetune.choices import load_config as load_config
     from finetune.config import Config as Config
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from finetune.evaluation.run_models import generate as generate
     from finetune.export.publish import export_model as export_model
     from finetune.export.publish import merge as merge
+    from finetune.extras.sweeps.api import sweep as sweep
     from finetune.objectives import Objective as Objective
     from finetune.report.result import Result as Result
     from finetune.storage.rundir import RunDirectory as RunDirectory
@@ -56,7 +56,7 @@ _HOMES = {
     "load_config": "finetune.choices",
     "merge": "finetune.export.publish",
     "plan": "finetune.api",
-    "sweep": "finetune.api",
+    "sweep": "finetune.extras.sweeps.api",
     "train": "finetune.api",
 }
 

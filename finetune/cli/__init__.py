@@ -12,6 +12,7 @@ import re
 import sys
 from typing import Any
 
+from finetune import tables
 from finetune.cli import job_commands, model_commands, run_commands  # noqa: F401  (in the order of `--help`)
 from finetune.cli.program import CHANGEABLE, app, errors_reported, fail
 from finetune.errors import ConfigError
@@ -54,3 +55,6 @@ def _open_closed_streams() -> None:
     sys.stdin = sys.stdin or opened(0, "r")
     sys.stdout = sys.stdout or opened(1, "w")
     sys.stderr = sys.stderr or opened(2, "w")
+
+
+tables.complete(__name__)

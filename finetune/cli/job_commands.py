@@ -12,7 +12,6 @@ import finetune
 from finetune.cli import options
 from finetune.cli.output import (
     announce,
-    check_page,
     give,
     give_page,
     importing,
@@ -24,7 +23,6 @@ from finetune.cli.output import (
 )
 from finetune.cli.program import command, refusing
 from finetune.errors import ConfigError, OutOfMemoryError
-from finetune.report.visible import LINES, visible
 from finetune.runtime import libraries
 from finetune.storage.files import check_place
 
@@ -53,35 +51,6 @@ def train(
 
 @command
 @read_or_not()
-def sweep(
-    config: options.ConfigFile,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=A,B,C...", help="Keys to vary, as training.learning_rate=1e-4,2e-4; others have one value."
-        ),
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Train every setting to its end.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier sweep aside and start over.")] = False,
-    page: options.Page = None,
-    as_json: options.Json = False,
-) -> None:
-    """Train with several values of some keys, on one base. Settings that fall behind are stopped early."""
-    with refusing():
-        from finetune.extras.sweeps import grid
-
-        check_page(page)
-        rest, keys = grid.split(overrides or [])
-        grid.members(config, rest, keys)
-    with importing(f"sweep of {config}"):
-        from finetune.extras.sweeps import running
-        from finetune.extras.sweeps.view import SweepView
-    table = running.sweep(config, rest, keys, full=full, fresh=fresh, terminal=new_terminal(quiet=as_json))
-    give_page(SweepView(table), as_json, page)
-
-
-@command
-@read_or_not()
 def data(
     config: options.ConfigFile,
     overrides: options.Overrides = None,
@@ -96,35 +65,6 @@ def data(
         from finetune.resolve import resolve
     resolved = resolve(job, until="base")
     give_page(DataView(inspection.inspect_data(resolved.config, resolved.architecture)), as_json, page)
-
-
-@command
-@read_or_not()
-def init(
-    model: Annotated[
-        str | None, typer.Argument(help="The base: a directory, a GGUF file, a hub name or builtin:tiny-llama.")
-    ] = None,
-    rows: Annotated[
-        str | None, typer.Argument(metavar="[DATA]", help="A file, a folder or a data set of the hub.")
-    ] = None,
-    gpu: options.GpuName = None,
-    other: Annotated[
-        Path | None, options.file("--from", "Translate this config of Axolotl, LLaMA-Factory or TRL instead.")
-    ] = None,
-    columns: Annotated[
-        str | None, typer.Option(help="What the data's columns hold: prompt=Question,completion=Answer.")
-    ] = None,
-    output: Annotated[Path | None, options.file("--output", "Where to write the config.")] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Ask nothing, take guessed columns, and replace a file that is there.")
-    ] = False,
-) -> None:
-    """Write a first config. It fits the model and the data to the card; what is missing is asked for."""
-    from finetune.extras.init import first_config
-
-    first_config.create(
-        model, rows, gpu, other, output, columns, yes=yes, say=lambda text: typer.echo(visible(text, LINES))
-    )
 
 
 @command

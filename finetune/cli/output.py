@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
-from finetune.errors import ConfigError
 from finetune.report.visible import visible
 from finetune.runtime import libraries
 from finetune.runtime.stages import stage
@@ -63,16 +61,6 @@ def give_page(view: PageView, as_json: bool, page: Path | None) -> None:
     if page:
         view.write(page)
         wrote(page, as_json)
-
-
-def check_page(page: Path | None) -> None:
-    """Raise ConfigError, before hours of work, for a page that could not be written at their end."""
-    if page and not (page.parent.is_dir() and os.access(page.parent, os.W_OK)):
-        raise ConfigError(f"--html {page}: {page.parent} is not a folder that can be written; make it, or give another")
-    if page and page.is_dir():
-        raise ConfigError(
-            f"--html {page}: this is a folder; give the name of a file in it, such as {page / 'sweep.html'}"
-        )
 
 
 def wrote(path: Path, as_json: bool) -> None:

@@ -42,12 +42,17 @@ CHANGEABLE: set[str] = set()
 
 
 def command(
-    work: Callable[..., None], name: str | None = None, shared: Mapping[str, inspect.Parameter] | None = None
+    work: Callable[..., None],
+    name: str = "",
+    shared: Mapping[str, inspect.Parameter] | None = None,
+    after: str = "",
 ) -> Callable[..., None]:
     """Make `work` a command, by default with its own name; all commands have `--debug`.
 
-    `shared` are options that replace the `**` of `work`, except those that `work` declares itself.
+    `shared` are options that replace the `**` of `work`, except those that `work` declares itself. `after` is the
+    command that it follows in `finetune --help`, where that is not the last one.
     """
+    name = name or work.__name__
 
     @functools.wraps(work)
     def run(*, debug: bool, **given: Any) -> None:
@@ -59,12 +64,16 @@ def command(
         own.popitem()  # the `**` parameter
         own = {**own, **shared, **own}
     if "overrides" in own:
-        CHANGEABLE.add(name or work.__name__)
+        CHANGEABLE.add(name)
     own["debug"] = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
     options = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in own.values()]
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in options}
-    return app.command(name)(run)
+    app.command(name)(run)
+    if after:
+        commands = app.registered_commands
+        commands.insert([one.name for one in commands].index(after) + 1, commands.pop())
+    return run
 
 
 @contextlib.contextmanager

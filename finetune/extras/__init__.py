@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from finetune.extras import excel, lm_eval, python_docs, sweeps, zero
+from finetune.extras import doctor, excel, init, launch, lm_eval, python_docs, sweeps, zero
 
 
 def register() -> None:
     """Have the extras add to each table when it is imported; what they need is imported when a job asks for it."""
-    excel.register()
-    lm_eval.register()
-    python_docs.register()
-    sweeps.register()
-    zero.register()
+    for extra in (doctor, excel, init, launch, lm_eval, python_docs, sweeps, zero):
+        extra.register()

@@ -21,7 +21,7 @@ from test_data_view import inspection, sample
 import finetune
 from finetune.config import Config, dump
 from finetune.data.inspection import SourceCounts
-from finetune.extras.doctor import Examination, Finding
+from finetune.extras.doctor.findings import Examination, Finding
 from finetune.extras.sweeps.table import SettingResult, SweepTable
 from finetune.extras.sweeps.view import SweepView
 from finetune.forecast.answer_memory import Serving

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from finetune.config import OptimizerSection
 from finetune.errors import MachineError
-from finetune.extras.doctor import Examination, Finding
+from finetune.extras.doctor.findings import Examination, Finding
 from finetune.forecast import devices
 from finetune.model import precision
 from finetune.model.attention import backends

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.extras.doctor import Examination, Finding
+from finetune.extras.doctor.findings import Examination, Finding
 from finetune.model.source import catalog
 
 _LIMIT_SECONDS = 120.0

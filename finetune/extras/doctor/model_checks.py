@@ -24,7 +24,7 @@ from finetune.config import Config, MemorySection, ModelSection
 from finetune.data.batching import MicroBatching
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, NumbersError
 from finetune.export import publish
-from finetune.extras.doctor import Status
+from finetune.extras.doctor.findings import Status
 from finetune.generation import answering
 from finetune.generation.caches import CACHES
 from finetune.generation.settings import Settings

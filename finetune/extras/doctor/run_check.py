@@ -15,7 +15,7 @@ from finetune.config import Config, ModelSection, load
 from finetune.data import fingerprint
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
 from finetune.export import finished_run
-from finetune.extras.doctor import Examination, Finding
+from finetune.extras.doctor.findings import Examination, Finding
 from finetune.model import build
 from finetune.model.adapters import adapter_files
 from finetune.model.source import identity

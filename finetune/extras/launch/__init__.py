@@ -1,1 +1,14 @@
 """Files that start a job on several nodes with the standard tool of a cluster."""
+
+from __future__ import annotations
+
+from finetune import tables
+
+
+def register() -> None:
+    """Add the command `launch`."""
+    tables.extend("finetune.cli", _add_command)
+
+
+def _add_command() -> None:
+    from finetune.extras.launch import command  # noqa: F401  (which is one by its decorator)

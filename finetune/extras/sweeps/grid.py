@@ -93,6 +93,21 @@ def members(
     return made
 
 
+def on_a_cluster(config: Path, arguments: Sequence[str]) -> tuple[list[str], list[str], list[list[str]]]:
+    """The overrides that all members have, the swept keys, and each member's own overrides, by which a cluster's tasks
+    train it. Raises ConfigError, also for what tasks could not decide alike.
+    """
+    from finetune.resolve import resolve
+    from finetune.training import learning_rate
+
+    overrides, keys = split(arguments)
+    made = members(config, overrides, keys)
+    for member in made:
+        learning_rate.refuse_guess(member.config)
+        refuse_open_kind(resolve(member.config, until="base").config.quantization)
+    return overrides, [f"{key}={','.join(values)}" for key, values in keys.items()], [one.overrides for one in made]
+
+
 def as_text(value: Any) -> str:
     """A value of Python or numpy as in `section.key=value`. Raises ConfigError for one that YAML cannot say."""
     plain = isinstance(value, str) and re.fullmatch(r"[\w-]+", value) and scalar(value) == value

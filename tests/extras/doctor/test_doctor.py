@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from finetune import cli
 from finetune.config import Config
 from finetune.errors import ArtifactError
-from finetune.extras.doctor import Examination, Finding, machine
+from finetune.extras.doctor import machine
 from finetune.extras.doctor import run_check as run_directory
+from finetune.extras.doctor.findings import Examination, Finding
 from finetune.recipe import inputs
 from finetune.runtime import driver
 from finetune.storage.files import write_lines

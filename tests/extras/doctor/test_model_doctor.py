@@ -16,7 +16,8 @@ from messages import refusal
 from transformers import CONFIG_MAPPING
 
 from finetune.errors import ConfigError
-from finetune.extras.doctor import Examination, Finding, model_check, model_checks
+from finetune.extras.doctor import model_check, model_checks
+from finetune.extras.doctor.findings import Examination, Finding
 from finetune.extras.doctor.model_checks import CHECKS, Check, Copy
 from finetune.model import build, small_copy
 from finetune.model.source.locate import locate
