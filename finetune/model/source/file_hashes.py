@@ -38,7 +38,11 @@ def sha256(file: Path) -> str:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
         is_old = now - max(stamp[-2:]) > _COARSEST_TIMESTAMP_NANOSECONDS
         if is_old and _stamp(os.fstat(opened.fileno())) == stamp:
-            _remember(key, stamp, digest)
+            # Add the hash, and drop those of deleted files. If the folder cannot be written, nothing is cached.
+            with _writing, contextlib.suppress(OSError):
+                entries = {path: entry for path, entry in _all().items() if os.path.exists(path)}
+                entries[key] = {"stamp": stamp, "sha256": digest}
+                private.write(memory(), json.dumps(entries).encode())
     return digest
 
 
@@ -64,11 +68,3 @@ def _all() -> dict[str, Any]:
         entries = json.loads(private.read(memory()) or b"{}")
         return entries if isinstance(entries, dict) else {}
     return {}
-
-
-def _remember(key: str, stamp: list[int], digest: str) -> None:
-    """Add an entry, and drop those of deleted files. If the folder cannot be written, nothing is cached."""
-    with _writing, contextlib.suppress(OSError):
-        entries = {path: entry for path, entry in _all().items() if os.path.exists(path)}
-        entries[key] = {"stamp": stamp, "sha256": digest}
-        private.write(memory(), json.dumps(entries).encode())

@@ -333,7 +333,18 @@ class _File:
         self._check()
         self.config = AutoConfig.for_model(self._type, **self._fields())
         if self.config.model_type.startswith("gemma"):
-            self._complete_gemma(self.config)
+            wide = 46 if self.config.model_type == "gemma2" else 62
+            self.config.update(
+                {
+                    "query_pre_attn_scalar": gguf_families.gemma_scale(self.config, wide),
+                    "attn_logit_softcapping": self._key("attn_logit_softcapping"),
+                    "final_logit_softcapping": self._key("final_logit_softcapping"),
+                }
+            )
+        if self.config.model_type == "gemma3_text":
+            theta, local = self._key("rope.freq_base"), self._key("rope.freq_base_swa")
+            self.config.rope_parameters["full_attention"]["rope_theta"] = theta
+            self.config.rope_parameters["sliding_attention"]["rope_theta"] = local or 10_000.0
         self._scale(gguf_families.own_rope(self.config))
         self._family = gguf_families.family(self.config)
         with torch.device("meta"):
@@ -423,20 +434,6 @@ class _File:
                 "norm_topk_prob": True,  # llama.cpp always does
             }
         return fields
-
-    def _complete_gemma(self, config: Any) -> None:
-        wide = 46 if config.model_type == "gemma2" else 62
-        config.update(
-            {
-                "query_pre_attn_scalar": gguf_families.gemma_scale(config, wide),
-                "attn_logit_softcapping": self._key("attn_logit_softcapping"),
-                "final_logit_softcapping": self._key("final_logit_softcapping"),
-            }
-        )
-        if config.model_type == "gemma3_text":
-            theta, local = self._key("rope.freq_base"), self._key("rope.freq_base_swa")
-            config.rope_parameters["full_attention"]["rope_theta"] = theta
-            config.rope_parameters["sliding_attention"]["rope_theta"] = local or 10_000.0
 
     def _scale(self, rope: dict[str, Any]) -> None:
         """Set the scaling of the rotary embedding, which transformers' reader leaves out."""

@@ -21,7 +21,14 @@ def scaled(architecture: Any, section: ModelSection) -> Any:
         return architecture
     text = architecture.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    if why := _obstacle(architecture, rope):
+    why, kind = None, rope.get("rope_type", "default")
+    if any(isinstance(value, dict) for value in rope.values()):
+        why = "has layers with several rotary embeddings, of which one factor cannot be right"
+    elif kind != "default":
+        why = f"has a rotary embedding that is scaled already (`{kind}`)"
+    elif not rope or "ROPE_INIT_FUNCTIONS" not in (catalog.text_code(architecture) or {}):
+        why = "has no rotary embedding that transformers can scale"
+    if why:
         raise ConfigError(f"`model.rope_scaling`: {section.name} {why}; remove it")
     original = text.max_position_embeddings
     rope = {**rope, **scaling.model_dump()}
@@ -54,14 +61,3 @@ def forget_longer_batches(model: Any) -> None:
         ]
         if prefixes:
             module.register_forward_pre_hook(functools.partial(forget, prefixes=prefixes))
-
-
-def _obstacle(architecture: Any, rope: dict[str, Any]) -> str | None:
-    """Why the rotary embedding cannot be scaled; None if it can."""
-    if any(isinstance(value, dict) for value in rope.values()):
-        return "has layers with several rotary embeddings, of which one factor cannot be right"
-    if (kind := rope.get("rope_type", "default")) != "default":
-        return f"has a rotary embedding that is scaled already (`{kind}`)"
-    if not rope or "ROPE_INIT_FUNCTIONS" not in (catalog.text_code(architecture) or {}):
-        return "has no rotary embedding that transformers can scale"
-    return None

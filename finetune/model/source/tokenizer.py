@@ -14,7 +14,8 @@ from finetune.model.source.locate import BUILTIN_BASE, hub_call, locate, locate_
 
 
 def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> Any:
-    """The tokenizer of the base, or the one named by `model.tokenizer`, with the chat template that `data` chooses.
+    """The tokenizer of the base, or the one named by `model.tokenizer`, with the chat template and the new tokens of
+    `data`. Raises ConfigError for a new token that is known, blank, or cannot be added.
 
     A catalog model with random weights uses the built-in tokenizer: its ids are valid in any larger vocabulary. EOS is
     the pad token if none is set; labels and attention mask do not depend on its id.
@@ -50,7 +51,13 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
     template.check(chosen)
     tokenizer.chat_template = template.with_defaults(chosen, data.template_arguments)
     tokenizer.padding_side = "right"
-    _add(tokenizer, data.new_tokens)
+    # New tokens, whole in any text.
+    if blank := [token for token in data.new_tokens if not token.strip()]:
+        raise ConfigError(f"`data.new_tokens`: {blank[0]!a} is white space, which any text has; remove it")
+    if known := [token for token in data.new_tokens if token in tokenizer.get_vocab()]:
+        raise ConfigError(f"`data.new_tokens`: {known[0]!a} is a token of this tokenizer already; remove it")
+    if tokenizer.add_tokens(data.new_tokens) != len(data.new_tokens):
+        raise ConfigError("`data.new_tokens`: the tokenizer takes some of them for one token; remove duplicates")
     return tokenizer
 
 
@@ -58,21 +65,12 @@ def processor_settings(section: ModelSection) -> Mapping[str, Any]:
     """What the file of the base's processor says, beside its image processor."""
     from transformers import ProcessorMixin
 
-    def load() -> Any:
-        return ProcessorMixin.get_processor_dict(locate(section.name), revision=section.revision)[0]
-
-    settings: Mapping[str, Any] = hub_call(f"the processor of `{section.name}`", load)
+    settings: Mapping[str, Any]
+    settings, _ = hub_call(
+        f"the processor of `{section.name}`",
+        lambda: ProcessorMixin.get_processor_dict(locate(section.name), revision=section.revision),
+    )
     return settings
-
-
-def _add(tokenizer: Any, tokens: list[str]) -> None:
-    """Add `tokens`, whole in any text. Raises ConfigError for one that is known, blank, or cannot be added."""
-    if blank := [token for token in tokens if not token.strip()]:
-        raise ConfigError(f"`data.new_tokens`: {blank[0]!a} is white space, which any text has; remove it")
-    if known := [token for token in tokens if token in tokenizer.get_vocab()]:
-        raise ConfigError(f"`data.new_tokens`: {known[0]!a} is a token of this tokenizer already; remove it")
-    if tokenizer.add_tokens(tokens) != len(tokens):
-        raise ConfigError("`data.new_tokens`: the tokenizer takes some of them for one token; remove duplicates")
 
 
 def new_rows(section: ModelSection, data: DataSection) -> list[list[int]]:
