@@ -127,10 +127,15 @@ def _probe(weightless: Any) -> tuple[list[str], list[str]]:
             longest = getattr(weightless.config.get_text_config(), "max_position_embeddings", None) or _MANY_TOKENS
             reached |= _pass(weightless, layers, set(), min(_MANY_TOKENS, longest), training=False)
         trained = reached
-    # Layers of the same kind are treated alike, including those after the one in which the pass failed.
-    kinds = {_kind(weightless, name) for name, module in linear.items() if module in read}
+    # Layers with one name in parents of one class are treated alike, also those after the one where the pass failed.
+    kind_of = {
+        name: (type(weightless.get_submodule(parent)), last)
+        for name in linear
+        for parent, _, last in [name.rpartition(".")]
+    }
+    kinds = {kind_of[name] for name, module in linear.items() if module in read}
     return (
-        [name for name in linear if _kind(weightless, name) in kinds],
+        [name for name in linear if kind_of[name] in kinds],
         [name for name, module in [*linear.items(), *fused.items()] if module not in trained],
     )
 
@@ -188,12 +193,6 @@ def leaves(output: torch.Tensor) -> set[torch.Tensor]:
             variables.add(node.variable)
         waiting += [before for before, _ in node.next_functions]
     return variables
-
-
-def _kind(model: nn.Module, name: str) -> tuple[type, str]:
-    """The kind of a layer: the class of its parent module, and its name in it."""
-    parent, _, last = name.rpartition(".")
-    return type(model.get_submodule(parent)), last
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config import QuantizationSection
-from finetune.forms import FORMS, LEAST_FIRST, Form
+from finetune.forms import FORMS, LEAST_FIRST
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,21 @@ class Quantization:
         return bool(self.arguments and self.arguments.get("load_in_4bit"))
 
 
-def _of(form: Form) -> Quantization:
-    ignores = () if form.arguments and "load_in_4bit" in form.arguments else ("double",)
-    return Quantization(form.held, form.arguments, packed=form.arguments is None, ignores=ignores)
-
-
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
 QUANTIZATIONS: dict[str, Quantization] = {
-    **{name: _of(form) for name, form in FORMS.items() if form.held},
+    **{
+        name: Quantization(
+            form.held,
+            form.arguments,
+            packed=form.arguments is None,
+            ignores=() if "load_in_4bit" in (form.arguments or {}) else ("double",),
+        )
+        for name, form in FORMS.items()
+        if form.held
+    },
     "gguf": Quantization("each weight as in the GGUF file that the base is", packed=True),
     "published": Quantization(
         f"as in the base's files: {_listed(name for name, form in FORMS.items() if form.published)}, `gguf` or `none`"

@@ -111,21 +111,18 @@ def without_place(model: Any, form: str, stored: Collection[str] = ()) -> str | 
     if any(_is_transposed(module) for _, module, _ in on_experts):
         known = model.config.get_text_config().model_type == "gpt_oss"
         return None if known and files.of_experts else "has experts that it reads transposed"
-    if not files.experts_in_one and any(not _is_taken_apart(model, name, stored) for name, _, _ in on_experts):
-        return "has all experts of a layer in one tensor of its files"
+    if on_experts and not files.experts_in_one:
+        # Weights that transformers makes from a tensor of files for each expert.
+        taken_apart = [
+            target
+            for one in get_model_conversion_mapping(model)
+            if isinstance(one, WeightConverter) and any("*" in source for source in one.source_patterns)
+            for target in one.target_patterns
+        ]
+        for name, _, _ in on_experts:
+            if experts.is_whole(name, stored) or not any(re.search(target, name) for target in taken_apart):
+                return "has all experts of a layer in one tensor of its files"
     return None
-
-
-def _is_taken_apart(model: Any, name: str, stored: Collection[str]) -> bool:
-    """Whether transformers makes a weight of experts from a tensor of files for each of them."""
-    if experts.is_whole(name, stored):
-        return False
-    return any(
-        isinstance(one, WeightConverter)
-        and any("*" in source for source in one.source_patterns)
-        and any(re.search(target, name) for target in one.target_patterns)
-        for one in get_model_conversion_mapping(model)
-    )
 
 
 def _quantizer(config: Any, published: Any) -> Any:
@@ -269,7 +266,12 @@ class _Packed:
                 continue
             path, form = name.removesuffix(".weight"), forms[name]
             if isinstance(module, (torch.nn.Linear, Conv1D)):
-                model.set_submodule(path, _packed_linear(module, form))
+                outputs, inputs = (module.nf, module.nx) if isinstance(module, Conv1D) else module.weight.shape
+                bias, dtype = module.bias is not None, module.weight.dtype
+                layer: Any = packed.PackedLinear(inputs, outputs, bias, "meta", dtype)
+                layer.weight = packed.pack(form, layer.weight.data)
+                layer.source_cls = type(module)
+                model.set_submodule(path, layer.requires_grad_(False))
             elif isinstance(module, torch.nn.Embedding):
                 model.set_submodule(path, packed.PackedEmbedding.of(module, packed.pack(form, module.weight.data)))
                 model.get_submodule(path).source_cls = type(module)
@@ -440,14 +442,6 @@ def _columns(module: Any, name: str) -> int:
 def _is_transposed(module: Any) -> bool:
     """Whether a module holds experts as (experts, inputs, outputs)."""
     return getattr(module, "is_transposed", False)
-
-
-def _packed_linear(module: Any, form: str) -> packed.PackedLinear:
-    outputs, inputs = (module.nf, module.nx) if isinstance(module, Conv1D) else module.weight.shape
-    layer: Any = packed.PackedLinear(inputs, outputs, module.bias is not None, "meta", module.weight.dtype)
-    layer.weight = packed.pack(form, layer.weight.data)
-    layer.source_cls = type(module)
-    return layer.requires_grad_(False)
 
 
 class _Encode(ConversionOps):

@@ -47,30 +47,24 @@ def wanted(name: str, kind: str, text: Any) -> str | None:
     if not (match := _IN_LAYER.search(name.removesuffix(".weight"))):
         return recipe.main
     layer, layers, part = int(match[1]), text.num_hidden_layers, _PARTS.get(match[2], match[2])
-    if experts.count(text) == 8 and (form := _of_eight_experts(part, recipe)):
-        return form
+    if experts.count(text) == 8:  # small matrices beside the experts (Mixtral)
+        if part in ("attn_v", "attn_qkv", "attn_k"):
+            return "q8_0"
+        if part == "attn_output" and recipe.main in ("q4_k", "iq4_xs"):
+            return "q5_k"
     if part in ("attn_v", "attn_qkv", "ffn_down"):
         offset = layer - layers // 8
         if recipe.more_bits and (offset < 0 or layer >= 7 * layers // 8 or offset % 3 == 2):
             return recipe.head
-        if recipe.main == "iq4_xs" and (offset < 0 if part == "ffn_down" else _grouped(text) >= 4):
-            return "q5_k"
+        if recipe.main == "iq4_xs":
+            key_heads = gguf_families.per_layer(text, "num_key_value_heads") or text.num_attention_heads
+            first = key_heads[0] if isinstance(key_heads, list) else key_heads
+            has_more_bits = offset < 0 if part == "ffn_down" else text.num_attention_heads // first >= 4
+            if has_more_bits:
+                return "q5_k"
         if part != "ffn_down" and layers == 80 and recipe.main == "q4_k":  # the 70B model: eight heads share these
             return "q5_k"
     return recipe.main
-
-
-def _of_eight_experts(part: str, recipe: Recipe) -> str | None:
-    """The form of the small matrices beside eight experts (Mixtral); None for others."""
-    if part in ("attn_v", "attn_qkv", "attn_k"):
-        return "q8_0"
-    return "q5_k" if part == "attn_output" and recipe.main in ("q4_k", "iq4_xs") else None
-
-
-def _grouped(text: Any) -> int:
-    """How many query heads share a head of keys and values, in the first layer."""
-    shared = gguf_families.per_layer(text, "num_key_value_heads") or text.num_attention_heads
-    return int(text.num_attention_heads // (shared[0] if isinstance(shared, list) else shared))
 
 
 def form_of(name: str, columns: int, kind: str, text: Any) -> str | None:

@@ -142,21 +142,17 @@ def _forward(
         aux_loss = experts.balancing_loss(output.router_logits, text, inputs)
     if fused_lm_head:
         assert labels is not None
-        hidden = hidden.flatten(0, 1)[_last_trained(labels, inputs.get("cu_seq_lens_q"))]
+        # Each sequence's last trained token, in all rows one after the other; without one, the first of the rows.
+        positions = torch.where(labels != -100, torch.arange(labels.numel(), device=labels.device).view_as(labels), 0)
+        starts = inputs.get("cu_seq_lens_q")
+        if starts is None:
+            last = positions.amax(1)
+        else:
+            last = torch.segment_reduce(positions[0].double(), "max", offsets=starts).long()
+        hidden = hidden.flatten(0, 1)[last]
     head = model.score
     if getattr(head, "disable_adapters", False):  # wrapped by PEFT, with its adapter off
         head = head.original_module
     with torch.autocast(hidden.device.type, enabled=False):
         logits = model.score(hidden.to(head.weight.dtype))
     return SequenceScores(logits=logits.float() if fused_lm_head else logits, aux_loss=aux_loss)
-
-
-def _last_trained(labels: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    """The positions (sequences,) of each sequence's last trained token, in all rows one after the other.
-
-    For a sequence without trained tokens it is the first token of the rows.
-    """
-    positions = torch.where(labels != -100, torch.arange(labels.numel(), device=labels.device).view_as(labels), 0)
-    if starts is None:
-        return positions.amax(1)
-    return torch.segment_reduce(positions[0].double(), "max", offsets=starts).long()

@@ -251,7 +251,7 @@ def running(model: Any, fetch: Callable[[str], torch.Tensor | None], device: tor
     on `device` without memory: Llama 4's code moves the tokens to the device of its embeddings. A buffer for which
     `fetch` returns None is left alone.
     """
-    hooks, computed, meta = [], list[_Visit](), list[tuple[nn.Module, str, nn.Parameter]]()
+    hooks, computed, meta = [], list[tuple[nn.Module, str, torch.Tensor]](), list[tuple[nn.Module, str, nn.Parameter]]()
     for path, part, names in _parts(model):
         meta += [(part, name, weight) for name, weight in part.named_parameters(recurse=False) if weight.is_meta]
         visit = _Visit(part, path, names, fetch, device, computed)
@@ -301,8 +301,8 @@ class _Visit:
     names: list[str]
     fetch: Callable[[str], torch.Tensor | None]
     device: torch.device
-    computed: list[_Visit]
-    """Parts that have computed, with their weights still in place; of all visits."""
+    computed: list[tuple[nn.Module, str, torch.Tensor]]
+    """What weights still in place replaced (module, name, placeholder), of all parts that have computed."""
 
     def enter(self, *arguments: Any) -> None:
         _take_back(self.computed)
@@ -318,13 +318,10 @@ class _Visit:
             setattr(module, last, nn.Parameter(tensor, False) if isinstance(before, nn.Parameter) else tensor)
 
     def leave(self, *arguments: Any) -> None:
-        self.computed.append(self)
-
-    def restore(self) -> None:
-        for module, last, before in self._before:
-            setattr(module, last, before)
+        self.computed += self._before
 
 
-def _take_back(computed: list[_Visit]) -> None:
+def _take_back(computed: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
     while computed:
-        computed.pop().restore()
+        module, name, before = computed.pop()
+        setattr(module, name, before)
