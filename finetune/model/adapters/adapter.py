@@ -47,6 +47,7 @@ def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revisi
 def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False, **options: Any) -> Any:
     """`base` with a new adapter as `section` describes it; see `attach`."""
     from peft import get_peft_model
+    from peft.tuners import lora as peft_lora
 
     from finetune.model.adapters.expert_adapter import ParamWrapper
 
@@ -72,21 +73,24 @@ def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False,
     new_rows.complete(model)
     if composite.is_language_alone(base) or composite.beside_language(base):
         # A part of a name may mean layers of the other models as well.
-        config.target_modules = _layers_adapted(model)
+        config.target_modules = {
+            name
+            for name, part in model.get_base_model().named_modules()
+            if isinstance(part, peft_lora.LoraLayer) and not isinstance(part, peft_lora.ParamWrapper)
+        }
     return model
 
 
-def _layers_adapted(model: Any) -> set[str]:
-    """Full names in the base of the linear layers that a PeftModel adapts."""
-    from peft.tuners.lora import LoraLayer, ParamWrapper
-
-    modules = model.get_base_model().named_modules()
-    return {name for name, part in modules if isinstance(part, LoraLayer) and not isinstance(part, ParamWrapper)}
-
-
 def lora_config(base: Any, section: AdapterSection) -> Any:
-    """PEFT's LoraConfig for `section`, with targets checked against the modules of `base`."""
-    _check_extra_modules(base, section)
+    """PEFT's LoraConfig for `section`, with targets and extra modules checked against those of `base`."""
+    seen = composite.beside_language(base)  # their parts, such as a projector, may be trained whole
+    trainable = (
+        name
+        for name, module in base.named_modules()
+        if (own := list(module.parameters(recurse=any(f"{name}.".startswith(f"{part}.") for part in seen))))
+        and all(tensor.is_floating_point() for tensor in own)
+    )
+    _check(section.extra_modules, sorted(set(map(_last, trainable))), "adapter.extra_modules")
     modules, parameters = _targets(base, section)
     if section.ranks:
         ranks(base, section)  # raises for a key without layers
@@ -159,16 +163,15 @@ def ranks(base: Any, section: AdapterSection) -> dict[str, int]:
     ]
     keys = {name: get_pattern_key(section.ranks, name) for name in layers}
     for key in section.ranks:
-        if not any(get_pattern_key([key], name) == key for name in layers):
-            _refuse_rank_of_none(key, layers)
+        if any(get_pattern_key([key], name) == key for name in layers):
+            continue
+        if is_pattern(key):
+            near = f", such as `{layers[0]}`" if layers else ""
+            raise ConfigError(
+                f"`adapter.ranks`: `{key}` matches the full name, or an end of it, of no adapted layer{near}"
+            )
+        _check([key], list(dict.fromkeys(map(_last, layers))), "adapter.ranks")
     return {name: section.ranks.get(key, section.rank) for name, key in keys.items()}
-
-
-def _refuse_rank_of_none(key: str, layers: list[str]) -> None:
-    if is_pattern(key):
-        near = f", such as `{layers[0]}`" if layers else ""
-        raise ConfigError(f"`adapter.ranks`: `{key}` matches the full name, or an end of it, of no adapted layer{near}")
-    _check([key], list(dict.fromkeys(map(_last, layers))), "adapter.ranks")
 
 
 def lora_settings(section: AdapterSection, **more: Any) -> Any:
@@ -214,7 +217,8 @@ def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], dict[
 
     `all-linear` excludes the layers that rows of text do not train, those whose weight the model's code reads directly,
     bypassing any adapter, and in a mixture of experts the routers; fused experts are parameters, not linear layers. A
-    name or a regular expression also excludes the layers that rows of text do not train.
+    name or a regular expression also excludes the layers that rows of text do not train. Raises ConfigError for a
+    target that then has no layer.
     """
     direct, untrained = linear_layers.read_directly(base), linear_layers.untrained(base)
     parameters = _parameter_names(base)
@@ -235,20 +239,18 @@ def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], dict[
         )
     chosen = {name: parameters[name] for name in names if name in parameters}
     _refuse_on_parameters(base, chosen, section)
-    plain = [full for name in names if name not in chosen for full in _trained_named(base, name)]
+    plain: list[str] = []
+    for target in names:
+        if target in chosen:
+            continue
+        named = [name for name in linear_but(base) if _last(name) == target]
+        kept = [name for name in named if name not in untrained]
+        if not kept:
+            _refuse_untrained(target, named[0], base)
+        # The name alone does for PEFT if no other module has it.
+        is_enough = len(kept) == sum(_last(name) == target for name, _ in base.named_modules())
+        plain += [target] if is_enough else kept
     return [*plain, *matched], chosen
-
-
-def _trained_named(base: Any, target: str) -> list[str]:
-    """`target`, the last part of the names of linear layers, or the full names of those that rows of text train.
-
-    The name alone would do for PEFT where it means no other modules. Raises ConfigError if they train none.
-    """
-    named = [name for name in linear_but(base) if _last(name) == target]
-    kept = [name for name in named if name not in linear_layers.untrained(base)]
-    if not kept:
-        _refuse_untrained(target, named[0], base)
-    return [target] if len(kept) == sum(_last(name) == target for name, _ in base.named_modules()) else kept
 
 
 def _refuse_untrained(target: str, name: str, base: Any) -> NoReturn:
@@ -363,17 +365,6 @@ def _refuse_on_parameters(base: Any, chosen: dict[str, Any], section: AdapterSec
                 f"`adapter.targets`: `{name}` is a parameter, not a linear layer, so its adapter cannot use "
                 f"{', '.join(asked)}; {cure}"
             )
-
-
-def _check_extra_modules(base: Any, section: AdapterSection) -> None:
-    seen = composite.beside_language(base)  # their parts, such as a projector, may be trained whole
-    trainable = (
-        name
-        for name, module in base.named_modules()
-        if (own := list(module.parameters(recurse=any(f"{name}.".startswith(f"{part}.") for part in seen))))
-        and all(tensor.is_floating_point() for tensor in own)
-    )
-    _check(section.extra_modules, sorted(set(map(_last, trainable))), "adapter.extra_modules")
 
 
 def _check(wanted: list[str], candidates: list[str], key: str) -> None:

@@ -47,15 +47,23 @@ def obstacle(
     largest that the program takes (None: any).
     """
     on_experts = {} if base is None else adapter.adapted_experts(base, section)
-    return (
-        _beside_lora(section)
-        or _of_targets(section, on_experts)
-        or _of_experts(section, on_experts, model_type, stored)
-        or _of_rank(section, experts.active(base) if on_experts else None, largest_rank)
+    if found := _beside_lora(section, on_experts) or _on_experts(section, on_experts, model_type, stored):
+        return found
+    published = adapter_files.published(section)
+    ranks = {"rank": published.rank, "ranks": max(published.ranks.values(), default=0)}
+    if on_experts:
+        ranks["expert_rank"] = section.rank_of_experts(experts.active(base))
+    key, rank = max(ranks.items(), key=lambda one: one[1])
+    if largest_rank is None or rank <= largest_rank:
+        return None
+    return Obstacle(
+        f"its rank is {rank}, and vLLM takes at most {largest_rank}",
+        (f"set `adapter.{key}` to at most {largest_rank}",),
     )
 
 
-def _beside_lora(section: AdapterSection) -> Obstacle | None:
+def _beside_lora(section: AdapterSection, on_experts: Collection[str]) -> Obstacle | None:
+    """What the adapter has beside LoRA on linear layers and on experts."""
     if section.dora:
         return Obstacle(
             "`adapter.dora` rescales whole weights, which no plain LoRA adapter expresses",
@@ -77,21 +85,16 @@ def _beside_lora(section: AdapterSection) -> Obstacle | None:
             "an adapter started by LoftQ belongs to the quantized base, which these programs do not load",
             ("set `adapter.init: default`",),
         )
+    targets = [] if section.targets == "all-linear" else section.targets
+    if parameters := [name for name in targets if "." in name and not is_pattern(name) and name not in on_experts]:
+        return Obstacle(
+            f"it is on parameters that are no linear layers, {', '.join(parameters)}",
+            ("leave them out of `adapter.targets`",),
+        )
     return None
 
 
-def _of_targets(section: AdapterSection, on_experts: Collection[str]) -> Obstacle | None:
-    targets = [] if section.targets == "all-linear" else section.targets
-    parameters = [name for name in targets if "." in name and not is_pattern(name) and name not in on_experts]
-    if not parameters:
-        return None
-    return Obstacle(
-        f"it is on parameters that are no linear layers, {', '.join(parameters)}",
-        ("leave them out of `adapter.targets`",),
-    )
-
-
-def _of_experts(
+def _on_experts(
     section: AdapterSection, on_experts: Collection[str], model_type: str, stored: Collection[str] | None
 ) -> Obstacle | None:  # fmt: skip
     if not on_experts:
@@ -123,16 +126,3 @@ def without_experts(section: AdapterSection) -> str:
     """How to leave experts without an adapter."""
     named = section.targets != "all-linear"
     return "leave experts out of `adapter.targets`" if named else "set `adapter.expert_rank: 0`"
-
-
-def _of_rank(section: AdapterSection, active: int | None, largest: int | None) -> Obstacle | None:
-    published = adapter_files.published(section)
-    ranks = {"rank": published.rank, "ranks": max(published.ranks.values(), default=0)}
-    if active is not None:
-        ranks["expert_rank"] = section.rank_of_experts(active)
-    key, rank = max(ranks.items(), key=lambda one: one[1])
-    if largest is None or rank <= largest:
-        return None
-    return Obstacle(
-        f"its rank is {rank}, and vLLM takes at most {largest}", (f"set `adapter.{key}` to at most {largest}",)
-    )

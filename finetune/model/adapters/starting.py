@@ -71,7 +71,12 @@ def check(base: Any, section: AdapterSection) -> None:
     linear, untrained = adapter.linear_but(base), linear_layers.untrained(base)
     adapted = adapter.adapted(base, section, low_cpu_mem_usage=True)
     made = adapter_files.as_json(adapted.peft_config["default"])
-    other = {name: value for name, value in stored.items() if name not in _FREE and not _same(value, made.get(name))}
+    # Null, empty and false are the same.
+    other = {
+        name: value
+        for name, value in stored.items()
+        if name not in _FREE and (value or made.get(name)) and not adapter_files.same(value, made.get(name))
+    }
     if str(stored["init_lora_weights"]).lower().startswith(_OF_ANOTHER_BASE):
         other["init_lora_weights"] = stored["init_lora_weights"]
     if unknown := [f"`{name}: {_shown(other[name])}`" for name in other if name not in _KEYS]:
@@ -103,11 +108,6 @@ def fill(model: Any, section: AdapterSection) -> None:
     """Copy the weights to start from into the adapter of `model`, after `check`."""
     if section.start_from is not None:
         adapter_files.fill(model, folder_of(section.start_from))
-
-
-def _same(value: Any, expected: Any) -> bool:
-    """Whether settings are equivalent; null, empty and false are the same."""
-    return not (value or expected) or adapter_files.same(value, expected)
 
 
 def _shown(value: Any) -> str:
