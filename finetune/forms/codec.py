@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -123,7 +122,7 @@ def of_gguf(name: str) -> Files:
     return Files((Layout((f"_{name}",)),))
 
 
-# -- in a kernel -------------------------------------------------------------------------------------------------------
+# -- in memory -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,24 @@ class Tile:
     scales: str = "numbers"
 
 
-# -- in memory ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of `columns` weights of a row in `stored` bytes, of which each `group` shares a scale.
+
+    `scales`: numbers beside the bytes of a block, in `scale_dtype`; `row_scales`: those with which a row's begin. A
+    scale is of `rows` rows. `padded`: whether the last block of a row is stored as a whole. `tile`: how a kernel reads
+    them; without one, torch's operators decode.
+    """
+
+    columns: int
+    group: int
+    stored: int
+    scales: int = 0
+    scale_dtype: torch.dtype = torch.uint8
+    row_scales: int = 0
+    rows: int = 1
+    padded: bool = True
+    tile: Tile | None = None
 
 
 @dataclass(frozen=True)
@@ -159,34 +175,25 @@ class OfWhole:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Blocks of `columns` weights of a row in `stored` bytes, of which each `group` shares a scale.
+class Floats:
+    """How a form whose levels are floating-point numbers rounds and decodes without a table of them.
 
-    `scales`: numbers beside the bytes of a block, in `scale_dtype`; `row_scales`: those with which a row's begin. A
-    scale is of `rows` rows. `padded`: whether the last block of a row is stored as a whole.
+    `to_codes` gives codes in uint8 of numbers in units of the scale, which it may overwrite. `read` writes the values
+    of bytes and scales into a tensor of any floating type; a form without it has `Codec.unpack`.
     """
 
-    columns: int
-    group: int
-    stored: int
-    scales: int = 0
-    scale_dtype: torch.dtype = torch.uint8
-    row_scales: int = 0
-    rows: int = 1
-    padded: bool = True
+    to_codes: Callable[[torch.Tensor], torch.Tensor]
+    read: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
 
 @dataclass(frozen=True)
 class Codec:
     """How the values of a weight become bytes, in `blocks`.
 
-    `levels`: the value of each code, ascending unless the form has its own `to_codes`, which gives codes in uint8 of
-    numbers in units of the scale, and may overwrite them. `search`: the fields for weights (..., rows, columns) in
-    float32, so that the squares of errors, weighted with the `importance` of each column (None: all alike), are small.
-    `grid`: what fields decode to. `pack`: bytes, and scales (without columns where the bytes hold them), from codes in
-    uint8 of the weight's shape; `unpack` is its reverse, in whose place a form may have its own `read`.
-
-    `as_operator`: whether converting a weight is one operator for torch, which a forecast counts as one.
+    `levels`: the value of each code, ascending unless the form is one of `floats`. `search`: the fields for weights
+    (..., rows, columns) in float32, so that the squares of errors, weighted with the `importance` of each column (None:
+    all alike), are small. `grid`: what fields decode to. `pack`: bytes, and scales (without columns where the bytes
+    hold them), from codes in uint8 of the weight's shape; `unpack` is its reverse, in whose place `floats` may `read`.
     """
 
     blocks: Blocks
@@ -195,13 +202,15 @@ class Codec:
     grid: Callable[[BlockFields], Grid]
     pack: Callable[[torch.Tensor, BlockFields], BytesAndScales]
     unpack: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, BlockFields]] | None = None
-    to_codes: Callable[[torch.Tensor], torch.Tensor] | None = None
-    read: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+    floats: Floats | None = None
     of_whole: OfWhole | None = None
-    as_operator: bool = True
     files: Files = Files()
     gguf: InGguf = InGguf()
-    tile: Tile | None = None
+
+    @property
+    def as_operator(self) -> bool:
+        """Whether converting a weight, which takes many operators, is one for torch; a forecast counts it as one."""
+        return self.unpack is not None
 
     @property
     def _is_linear(self) -> bool:
@@ -218,10 +227,6 @@ class Codec:
         rows = [*others[:-1], -(-others[-1] // own.rows)]
         return torch.Size((*others, stored)), torch.Size((*rows, scales))
 
-    @property
-    def values_per_byte(self) -> Fraction:
-        return Fraction(self.blocks.columns, self.blocks.stored)
-
     def encode(self, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """Write the bytes and scales of a part of a weight, the latter begun by `of_whole` if the form has that."""
         if missing := -weight.shape[-1] % self.blocks.columns:
@@ -237,12 +242,12 @@ class Codec:
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write the values of bytes and scales into `out`, of any floating type."""
-        if self.unpack:
+        if self.floats and self.floats.read:
+            self.floats.read(codes, scales, out)
+        else:
+            assert self.unpack
             unpacked, fields = self.unpack(codes, scales)
             out.copy_(self.values(unpacked, self.grid(fields))[..., : out.shape[-1]])
-        else:
-            assert self.read
-            self.read(codes, scales, out)
 
     def nearest(self, weight: torch.Tensor, grid: Grid, group: int = 0) -> torch.Tensor:
         """The codes (uint8, the weight's shape) of the levels that are nearest to `weight` (float32); `group` columns
@@ -252,8 +257,8 @@ class Codec:
         if grid.offsets is not None:
             wanted = wanted + grid.offsets.unsqueeze(-1)
         wanted = wanted / grid.scales.unsqueeze(-1)
-        if self.to_codes:
-            return self.to_codes(wanted).flatten(-2)
+        if self.floats:
+            return self.floats.to_codes(wanted).flatten(-2)
         wanted.nan_to_num_(0.0, 0.0, 0.0)  # a scale of 0 has one value
         if self._is_linear:
             codes = wanted.round_().clamp_(self.levels[0], self.levels[-1]).sub_(self.levels[0])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from finetune.forms import e2m1
-from finetune.forms.codec import BlockFields, Blocks, BytesAndScales, Codec, Files, Grid, Layout, Tile
+from finetune.forms.codec import BlockFields, Blocks, BytesAndScales, Codec, Files, Floats, Grid, Layout, Tile
 
 _SIZE = 128
 """Rows and columns with one scale; the fields have it for each row."""
@@ -65,13 +65,15 @@ _LAYOUT = Layout(
 
 CODECS = {
     "fp8": Codec(
-        Blocks(_SIZE, _SIZE, _SIZE, scales=1, scale_dtype=torch.float32, rows=_SIZE, padded=False),
+        Blocks(
+            _SIZE, _SIZE, _SIZE, scales=1, scale_dtype=torch.float32, rows=_SIZE, padded=False,
+            tile=Tile(1, _SIZE, "single"),
+        ),
         tuple(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()),
-        _search, lambda fields: Grid(fields["scales"]), _pack, to_codes=_nearest, read=_read, as_operator=False,
+        _search, lambda fields: Grid(fields["scales"]), _pack, floats=Floats(_nearest, _read),
         files=Files(
             (_LAYOUT,), ("fp8",), _states, written=_LAYOUT, experts_in_one=True, of_library=True,
             beside=("activation_scale",),
         ),
-        tile=Tile(1, _SIZE, "single"),
     )
 }  # fmt: skip

@@ -41,14 +41,15 @@ def _write(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size) -> tupl
 
 CODECS = {
     "int4": Codec(
-        Blocks(_GROUP, _GROUP, _GROUP // 2, scales=1, scale_dtype=torch.float32), tuple(range(-8, 8)), _search,
-        lambda fields: Grid(fields["scales"]), _pack, _unpack,
+        Blocks(
+            _GROUP, _GROUP, _GROUP // 2, scales=1, scale_dtype=torch.float32, tile=Tile(1, _GROUP // 2, "pairs")
+        ),
+        tuple(range(-8, 8)), _search, lambda fields: Grid(fields["scales"]), _pack, _unpack,
         files=Files(
             written=Layout(
                 ("_packed", "_scale", "_shape"), lambda scales, shape: scales.float(), _write,
                 stated("pack-quantized", _GROUP, type="int", strategy="group"), zeros=True,
             )
         ),
-        tile=Tile(1, _GROUP // 2, "pairs"),
     )
 }  # fmt: skip

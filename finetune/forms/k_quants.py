@@ -218,8 +218,8 @@ def _codec(
     """`functions`: those that search, make a grid, pack and unpack."""
     search, grid, pack, unpack = functions
     return Codec(
-        Blocks(COLUMNS, group, stored), levels, search, grid, pack, unpack,
-        files=of_gguf(name), gguf=InGguf(fallback=fallback), tile=tile,
+        Blocks(COLUMNS, group, stored, tile=tile), levels, search, grid, pack, unpack,
+        files=of_gguf(name), gguf=InGguf(fallback=fallback),
     )  # fmt: skip
 
 

@@ -10,7 +10,19 @@ import torch
 
 from finetune.forms import e2m1
 from finetune.forms.block_fields import from_halves, in_halves, joined, split
-from finetune.forms.codec import BlockFields, Blocks, BytesAndScales, Codec, Files, Grid, InGguf, Layout, Tile, of_gguf
+from finetune.forms.codec import (
+    BlockFields,
+    Blocks,
+    BytesAndScales,
+    Codec,
+    Files,
+    Floats,
+    Grid,
+    InGguf,
+    Layout,
+    Tile,
+    of_gguf,
+)
 from finetune.forms.compressed_tensors import stated
 
 
@@ -55,8 +67,8 @@ _OF_EXPERTS = Layout(
 
 CODECS = {
     "mxfp4": Codec(
-        Blocks(32, 32, 16, scales=1), e2m1.TWICE, _search, _grid, _pack, to_codes=e2m1.nearest, read=_read,
-        as_operator=False,
+        Blocks(32, 32, 16, scales=1, tile=Tile(1, 16, "pairs", scales="exponents")), e2m1.TWICE, _search, _grid, _pack,
+        floats=Floats(e2m1.nearest, _read),
         files=Files(
             (_OF_EXPERTS,), ("mxfp4",), lambda given: given.get("quant_method") == "mxfp4",
             written=Layout(
@@ -66,11 +78,10 @@ CODECS = {
             of_experts=_OF_EXPERTS, experts_alone=True, of_library=True,
         ),
         gguf=InGguf(lambda codes, scales: _pack_in_gguf(e2m1.from_pairs(codes), {"exponents": scales})[0]),
-        tile=Tile(1, 16, "pairs", scales="exponents"),
     ),
     "gguf_mxfp4": Codec(
         # `kvalues_mxfp4`: integers, which have one zero.
-        Blocks(32, 32, 17), tuple(level + 0.0 for level in e2m1.TWICE), _search, _grid, _pack_in_gguf,
-        _unpack_in_gguf, e2m1.nearest, files=of_gguf("gguf_mxfp4"), tile=Tile(1, 16, apart=16),
+        Blocks(32, 32, 17, tile=Tile(1, 16, apart=16)), tuple(level + 0.0 for level in e2m1.TWICE), _search, _grid,
+        _pack_in_gguf, _unpack_in_gguf, Floats(e2m1.nearest), files=of_gguf("gguf_mxfp4"),
     ),
 }  # fmt: skip

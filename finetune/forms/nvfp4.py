@@ -19,7 +19,19 @@ import torch
 from finetune.errors import ConfigError
 from finetune.forms import e2m1
 from finetune.forms.block_fields import in_halves
-from finetune.forms.codec import BlockFields, Blocks, BytesAndScales, Codec, Files, Grid, InGguf, Layout, OfWhole, Tile
+from finetune.forms.codec import (
+    BlockFields,
+    Blocks,
+    BytesAndScales,
+    Codec,
+    Files,
+    Floats,
+    Grid,
+    InGguf,
+    Layout,
+    OfWhole,
+    Tile,
+)
 from finetune.forms.compressed_tensors import stated
 
 _FACTOR_BYTES = 8
@@ -141,14 +153,13 @@ _COMPRESSED = Layout(
 
 CODECS = {
     "nvfp4": Codec(
-        Blocks(16, 16, 8, scales=1, row_scales=_FACTOR_BYTES), e2m1.TWICE, _search, _grid, _pack,
-        to_codes=e2m1.nearest, read=_read, as_operator=False,
+        Blocks(16, 16, 8, scales=1, row_scales=_FACTOR_BYTES, tile=Tile(1, 8, "pairs", scales="factors")), e2m1.TWICE,
+        _search, _grid, _pack, floats=Floats(e2m1.nearest, _read),
         of_whole=OfWhole(_begin, lambda weight, scales: _fields(weight, _factors(scales))),
         files=Files(
             (_COMPRESSED, Layout(("", "_scale", "_scale_2"), _multiplied)),
             ("compressed-tensors", "modelopt", "modelopt_fp4"), _states, _left_out, written=_COMPRESSED,
         ),
         gguf=InGguf(_in_gguf, _factor_in_gguf, fallback="q8_0"),
-        tile=Tile(1, 8, "pairs", scales="factors"),
     )
 }  # fmt: skip

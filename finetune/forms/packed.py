@@ -171,7 +171,7 @@ def published_shape(
     codec = FORMS[form].codec
     if not codec.files.experts_alone:
         *others, rows, stored_columns = codes
-        columns = int(stored_columns * codec.values_per_byte)
+        columns = stored_columns * codec.blocks.columns // codec.blocks.stored
         return torch.Size((*others, columns, rows) if transposed else (*others, rows, columns))
     *others, rows, blocks = scales
     return torch.Size((*others, blocks * codec.blocks.columns, rows))

@@ -122,8 +122,8 @@ def _codec(name: str, levels: tuple[float, ...], stored: int, *functions: Any, t
     """`functions`: those that search, make a grid, pack and unpack."""
     search, grid, pack, unpack = functions
     return Codec(
-        Blocks(COLUMNS, COLUMNS, stored), levels, search, grid, pack, unpack,
-        files=of_gguf(name), tile=tile or Tile(1, 16, apart=16),
+        Blocks(COLUMNS, COLUMNS, stored, tile=tile or Tile(1, 16, apart=16)), levels, search, grid, pack, unpack,
+        files=of_gguf(name),
     )  # fmt: skip
 
 

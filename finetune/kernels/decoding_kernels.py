@@ -233,7 +233,7 @@ _VALUES = 2048
 def decode_packed_(out: Tensor, codes: Tensor, scales: Tensor, form: str) -> None:
     """Write the values of a form into `out` (..., rows, columns)."""
     codec = FORMS[form].codec
-    if not (tile := codec.tile):
+    if not (tile := codec.blocks.tile):
         packed.decode(form, codes, scales, out)
         return
     out = out.unsqueeze(0) if out.dim() == 2 else out.flatten(0, -3)

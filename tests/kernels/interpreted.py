@@ -246,7 +246,7 @@ def test_a_4_bit_weight_of_an_odd_width_in_blocks_small_and_large(kind, size) ->
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # scales of random bytes
-@pytest.mark.parametrize("form", [name for name, form in FORMS.items() if form.module and form.codec.tile])
+@pytest.mark.parametrize("form", [name for name, form in FORMS.items() if form.module and form.codec.blocks.tile])
 def test_packed_weights_to_the_bit(form) -> None:
     """Random bytes, in rows of a wider tensor and in experts whose values are read transposed."""
     rows = 130 if form == "fp8" else 33  # of which 128 share a scale; else programs and a part, of experts whole ones

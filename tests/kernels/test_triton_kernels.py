@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from finetune.forms import FORMS, packed
 from finetune.kernels import decoding_kernels, triton_kernels
 
-WITH_TILES = [name for name, form in FORMS.items() if form.module and form.codec.tile]
+WITH_TILES = [name for name, form in FORMS.items() if form.module and form.codec.blocks.tile]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
