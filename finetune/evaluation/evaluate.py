@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, cast
 
@@ -81,18 +81,19 @@ def evaluate(
         raise ConfigError(f"`limit` must be at least 1, not {limit}")
     config = _config(run, data, answers=bool(metrics or tasks), trust_remote_code=trust_remote_code)
     chosen = _chosen(run, models, adapts=config.adapter.kind == "lora")
-    exports = _exports(run)  # read first, since one may be damaged
+    # Read before anything is measured, since one may be damaged.
+    kept = {form.folder: run.kept(form.folder) for name, form in FORMATS.items() if run.is_current(name)}
     tokenizer = load_tokenizer(config.model, run.data(config.data))
     media = prepare.media_of(config, tokenizer)
     with_loss = _has_rows(config.data, tokenizer, media, needed=bool(metrics or data) or not tasks)  # tasks need none
-    settings = Settings(max_new_tokens, batch_size=batch_size)
-    job = _EvaluationJob(run, config, settings, [find(name) for name in metrics], with_loss, media)
+    job = _EvaluationJob(run, config, with_loss=with_loss, media=media)
+    settings, rules = Settings(max_new_tokens, batch_size=batch_size), [find(name) for name in metrics]
     if config.scorer:
         job.scored = ScoredRows.of(config, tokenizer)
     elif with_loss:
         job.compared = ComparedPairs.of(config, tokenizer)
     if metrics:
-        job.ask(tokenizer, limit)
+        job.questions = _Questions.of(config.data, tokenizer, media, rules, settings, limit)
     if tasks:
         job.tasks = SOURCES["tasks"](tasks, batch_size=batch_size, limit=limit, apply_chat_template=apply_chat_template)
     terminal = terminal or Terminal(quiet=True)  # a notebook shows what is returned
@@ -117,7 +118,10 @@ def evaluate(
             "apply_chat_template": apply_chat_template, "confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED,
         },
         "gain_kept": _gain_kept(measures),
-        "exports": exports,
+        "exports": {
+            folder: cast(ExportProof, {key: one for key, one in proof.items() if key in ExportProof.__annotations__})
+            for folder, proof in kept.items() if proof and "served" in proof
+        },
     }  # fmt: skip
     scores = Scores(record)
     try:
@@ -166,6 +170,96 @@ def _chosen(run: RunDirectory, models: Sequence[str], *, adapts: bool) -> list[s
 
 
 @dataclass
+class _Questions:
+    """The questions of the evaluation set, whose answers `metrics` score, and what is to be noted of them.
+
+    `too_long`: questions that leave no position for an answer, one for each model. `beyond`: answers that leave the
+    positions of the base.
+    """
+
+    section: DataSection
+    media: Media
+    metrics: list[Metric]
+    settings: Settings
+    rows: list[Question]
+    too_long: int = 0
+    beyond: int = 0
+
+    @classmethod
+    def of(
+        cls, section: DataSection, tokenizer: Any, media: Media, metrics: list[Metric], settings: Settings,
+        limit: int | None,
+    ) -> _Questions:  # fmt: skip
+        """Read the questions, and try each metric on a reference, before any model is loaded. Raises DataError."""
+        rows = list(itertools.islice(prepare.questions(section, tokenizer, media), limit))
+        if not rows:
+            raise DataError(
+                "no row of the evaluation set ends with an answer to compare with; metrics need conversations without "
+                "tools, or prompts with completions"
+            )
+        row, _, reference = rows[0]
+        for metric in metrics:
+            metric.score(reference, reference, row.location, row.fields)
+        return cls(section, media, metrics, settings, rows)
+
+    def score(self, results: ModelResults, model: Any, tokenizer: Any) -> None:
+        """Add a model's answers and their scores to its results."""
+        positions = bounds.table_size(model) or math.inf
+        ids = [answering.prompt_ids(one.prompt, tokenizer, self.section.control_tokens) for one in self.rows]
+        # Training rows are truncated, questions are not.
+        fits = [len(prompt) < positions for prompt in ids]
+        self.rows = list(itertools.compress(self.rows, fits))
+        self.too_long += len(fits) - len(self.rows)
+        if not self.rows:
+            raise DataError(f"every question takes all of the base's {positions} positions; shorten them")
+        prompts = list(itertools.compress(ids, fits))
+        shown = Shown.by([one.prompt for one in self.rows], self.media)
+        results.answers = list(answering.answers(model, tokenizer, prompts, self.settings, shown=shown))
+        known = bounds.positions(model.config) or math.inf
+        self.beyond += sum(len(ids) + each.tokens > known for ids, each in zip(prompts, results.answers, strict=True))
+        for metric in self.metrics:
+            results.scores[metric.name] = scores = [
+                metric.score(answer.text, reference, row.location, row.fields)
+                for (row, _, reference), answer in zip(self.rows, results.answers, strict=True)
+            ]
+            results.add(metric.name, Measured.mean(scores), "higher")
+
+    def notes(self, by_model: dict[str, ModelResults]) -> list[str]:
+        """Remarks on questions and answers for readers of the table."""
+        notes = []
+        if self.too_long:
+            notes.append(f"{self.too_long} questions were left out: they leave no position for an answer.")
+        if self.beyond:
+            notes.append(
+                f"{self.beyond} answers leave the positions that the base was made for, and may make no sense there."
+            )
+        cut = {name: sum(not answer.ended for answer in one.answers) for name, one in by_model.items()}
+        if any(cut.values()):
+            counts = ", ".join(f"{number} of the {name}" for name, number in cut.items())
+            notes.append(
+                f"Of {len(self.rows)} answers each, these were cut off at {self.settings.max_new_tokens} tokens: "
+                f"{counts} (--max-new-tokens)."
+            )
+        return notes
+
+    def lines(self, by_model: dict[str, ModelResults]) -> list[dict[str, Any]]:
+        """Each question with the answers and their scores by model."""
+        return [
+            {
+                "row": row.location,
+                "question": shown(prompt),
+                "reference": reference,
+                "answers": {name: one.answers[at].text for name, one in by_model.items()},
+                "scores": {
+                    metric.name: {name: one.scores[metric.name][at] for name, one in by_model.items()}
+                    for metric in self.metrics
+                },
+            }
+            for at, (row, prompt, reference) in enumerate(self.rows)
+        ]
+
+
+@dataclass
 class _EvaluationJob:
     """The measurements of each model; the loss is among them if there is an evaluation set.
 
@@ -174,28 +268,12 @@ class _EvaluationJob:
 
     run: RunDirectory
     config: Config
-    settings: Settings
-    metrics: list[Metric]
     with_loss: bool
     media: Media = TEXT_ALONE
-    questions: list[Question] = field(default_factory=list)
+    questions: _Questions | None = None
     tasks: Source | None = None
     scored: ScoredRows | None = None
     compared: ComparedPairs | None = None
-    too_long: int = 0
-    beyond: int = 0
-
-    def ask(self, tokenizer: Any, limit: int | None) -> None:
-        """Read the questions, and try each metric on a reference, before any model is loaded."""
-        self.questions = list(itertools.islice(prepare.questions(self.config.data, tokenizer, self.media), limit))
-        if not self.questions:
-            raise DataError(
-                "no row of the evaluation set ends with an answer to compare with; metrics need conversations without "
-                "tools, or prompts with completions"
-            )
-        row, _, reference = self.questions[0]
-        for metric in self.metrics:
-            metric.score(reference, reference, row.location, row.fields)
 
     def measure(self, model: Any, tokenizer: Any) -> ModelResults:
         if self.scored:
@@ -212,34 +290,13 @@ class _EvaluationJob:
                     "not finite"
                 )
             results.add("loss", Measured(nats, by_row.numpy()), "lower")
-        if self.metrics:
-            self._score(results, model, tokenizer)
+        if self.questions:
+            self.questions.score(results, model, tokenizer)
         if self.tasks:
             for one in self.tasks.run(model, tokenizer):
                 better = one.higher_is_better
                 results.add(one.name, one.measured, None if better is None else "higher" if better else "lower")
         return results
-
-    def _score(self, results: ModelResults, model: Any, tokenizer: Any) -> None:
-        control, positions = self.config.data.control_tokens, bounds.table_size(model) or math.inf
-        ids = [answering.prompt_ids(one.prompt, tokenizer, control) for one in self.questions]
-        # Training rows are truncated, questions are not.
-        fits = [len(prompt) < positions for prompt in ids]
-        self.questions = list(itertools.compress(self.questions, fits))
-        self.too_long += len(fits) - len(self.questions)
-        if not self.questions:
-            raise DataError(f"every question takes all of the base's {positions} positions; shorten them")
-        prompts = list(itertools.compress(ids, fits))
-        shown = Shown.by([one.prompt for one in self.questions], self.media)
-        results.answers = list(answering.answers(model, tokenizer, prompts, self.settings, shown=shown))
-        known = bounds.positions(model.config) or math.inf
-        self.beyond += sum(len(ids) + each.tokens > known for ids, each in zip(prompts, results.answers, strict=True))
-        for metric in self.metrics:
-            results.scores[metric.name] = scores = [
-                metric.score(answer.text, reference, row.location, row.fields)
-                for (row, _, reference), answer in zip(self.questions, results.answers, strict=True)
-            ]
-            results.add(metric.name, Measured.mean(scores), "higher")
 
     def notes(self, by_model: dict[str, ModelResults]) -> list[str]:
         """Remarks for readers of the table, besides the explanation of its intervals."""
@@ -261,42 +318,13 @@ class _EvaluationJob:
             notes.append(EARLIER_ADAPTER)
         if self.tasks:
             notes.append("Bounds of tasks' metrics that are no mean over rows are from lm_eval's standard error.")
-        if self.too_long:
-            notes.append(f"{self.too_long} questions were left out: they leave no position for an answer.")
-        if self.beyond:
-            notes.append(
-                f"{self.beyond} answers leave the positions that the base was made for, and may make no sense there."
-            )
-        cut = {name: sum(not answer.ended for answer in one.answers) for name, one in by_model.items()}
-        if any(cut.values()):
-            counts = ", ".join(f"{number} of the {name}" for name, number in cut.items())
-            notes.append(
-                f"Of {len(self.questions)} answers each, these were cut off at {self.settings.max_new_tokens} tokens: "
-                f"{counts} (--max-new-tokens)."
-            )
-        return notes
+        return notes + (self.questions.notes(by_model) if self.questions else [])
 
     def lines(self, by_model: dict[str, ModelResults]) -> list[dict[str, Any]] | None:
-        """The lines of eval_answers.jsonl: each question with the answers and their scores by model, or each row that
-        the models score; None if they did neither.
-        """
+        """The lines of eval_answers.jsonl: questions with answers, or rows that the models score; None for neither."""
         if self.scored:
             return self.scored.lines(by_model)
-        if not self.metrics:
-            return None
-        return [
-            {
-                "row": row.location,
-                "question": shown(prompt),
-                "reference": reference,
-                "answers": {name: one.answers[at].text for name, one in by_model.items()},
-                "scores": {
-                    metric.name: {name: one.scores[metric.name][at] for name, one in by_model.items()}
-                    for metric in self.metrics
-                },
-            }
-            for at, (row, prompt, reference) in enumerate(self.questions)
-        ]
+        return self.questions.lines(by_model) if self.questions else None
 
 
 def _each(
@@ -328,16 +356,6 @@ def _gain_kept(measures: list[Measure]) -> dict[str, float]:
     if gained["adapter"]["high"] is None or gained["adapter"]["high"] >= 0:
         return {}
     return {name: one["value"] / gained["adapter"]["value"] for name, one in gained.items() if name != "adapter"}
-
-
-def _exports(run: RunDirectory) -> dict[str, ExportProof]:
-    """What the exports of the current adapter were proven to keep, by folder."""
-    kept = {form.folder: run.kept(form.folder) for name, form in FORMATS.items() if run.is_current(name)}
-    return {
-        folder: cast(ExportProof, {key: one for key, one in proof.items() if key in ExportProof.__annotations__})
-        for folder, proof in kept.items()
-        if proof and "served" in proof
-    }
 
 
 def _measures(by_model: dict[str, ModelResults]) -> list[Measure]:

@@ -25,7 +25,6 @@ from finetune.evaluation import run_models
 from finetune.evaluation.evaluate import _EvaluationJob
 from finetune.evaluation.model_results import ModelResults
 from finetune.extras.lm_eval.tasks import Tasks
-from finetune.generation.settings import Settings
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.scores import Scores
 from finetune.storage.rundir import RunDirectory
@@ -258,7 +257,7 @@ def test_a_run_without_an_evaluation_set_takes_tasks_alone_and_a_damaged_adapter
 
 def test_a_merged_model_of_an_earlier_adapter_is_noted(run: RunDirectory, tmp_path: Path) -> None:
     other = RunDirectory(shutil.copytree(run.path, tmp_path / "run"))
-    job = _EvaluationJob(other, other.config(), Settings(), [], with_loss=True)
+    job = _EvaluationJob(other, other.config(), with_loss=True)
     assert job.notes({"merged": ModelResults()}) == []
     other.event("trained", step=21, memory={})
     assert "of an earlier adapter" in job.notes({"merged": ModelResults()})[0]
