@@ -113,9 +113,16 @@ def prompts_from_file(
         read = readers.reader(path) or readers.READERS[".txt"]
         for location, fields in read(path, problems):
             row = {"prompt" if name == "text" else name: value for name, value in fields.items()}
+            name = "messages" if "messages" in row else "prompt"
             try:
-                example = media.measured_example(_example(row, asked), folder or path.parent)
-                prompts.append(Prompt(example, row))
+                example: Example
+                if name == "messages" or isinstance(row.get(name), list):
+                    example = conversation(read_messages(row, name), row, where=name)
+                    if example.messages[-1]["role"] == "assistant":
+                        raise RowError(f"`{name}` ends with the assistant's answer; remove that message")
+                else:
+                    example = images.placed_in(asked(text(row, name)), row)
+                prompts.append(Prompt(media.measured_example(example, folder or path.parent), row))
             except RowError as error:
                 problems.add(f"{location}: {error}")
     if not prompts:
@@ -137,13 +144,3 @@ def prompts_from_standard_input(asked: Callable[[str], Example], media: Media = 
             return prompts_from_file(path, asked, media, Path())
         except DataError as error:
             raise DataError(str(error).replace(str(path), "standard input")) from None
-
-
-def _example(row: dict[str, Any], asked: Callable[[str], Example]) -> Example:
-    name = "messages" if "messages" in row else "prompt"
-    if name == "prompt" and not isinstance(row.get("prompt"), list):
-        return images.placed_in(asked(text(row, "prompt")), row)
-    example = conversation(read_messages(row, name), row, where=name)
-    if example.messages[-1]["role"] == "assistant":
-        raise RowError(f"`{name}` ends with the assistant's answer; remove that message")
-    return example

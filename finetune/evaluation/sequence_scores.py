@@ -57,7 +57,17 @@ class ScoredRows:
         loss, scores = held_out_scores(model, tokenizer, self.rows, self.config, self.objective)
         if self.config.scorer == "classifier":
             return self._classes(loss, scores[:, 0])
-        return self._pairs(loss, *scores[..., 0].T) if self.objective.layout.segments else self._answers(scores)
+        if not self.objective.layout.segments:
+            results = ModelResults(scores={"reward": scores.flatten().tolist()})
+            results.add("reward", Measured.mean(results.scores["reward"]), None)
+            return results
+        chosen, rejected = scores[..., 0].T
+        lengths = [lengths_of(row) for row in self.rows]
+        results = ModelResults(scores={"chosen": chosen.tolist(), "rejected": rejected.tolist()})
+        results.add("pair loss", Measured(loss), "lower")
+        results.add(ACCURACY, Measured.mean((chosen > rejected).double().tolist()), "higher")
+        results.add(LONGER_WINS, Measured.mean([float(one > other) for one, other in lengths]), None)
+        return results
 
     def lines(self, by_model: Mapping[str, ModelResults]) -> list[dict[str, Any]]:
         """The lines of eval_answers.jsonl: each row with its scores by model, and of a classifier, its classes."""
@@ -78,19 +88,6 @@ class ScoredRows:
     def notes(self) -> list[str]:
         """Remarks on rows without a score, by the reason."""
         return [f"{count} rows have no score: {why}." for why, count in self.left_out.items()]
-
-    def _pairs(self, loss: float, chosen: torch.Tensor, rejected: torch.Tensor) -> ModelResults:
-        lengths = [lengths_of(row) for row in self.rows]
-        results = ModelResults(scores={"chosen": chosen.tolist(), "rejected": rejected.tolist()})
-        results.add("pair loss", Measured(loss), "lower")
-        results.add(ACCURACY, Measured.mean((chosen > rejected).double().tolist()), "higher")
-        results.add(LONGER_WINS, Measured.mean([float(one > other) for one, other in lengths]), None)
-        return results
-
-    def _answers(self, scores: torch.Tensor) -> ModelResults:
-        results = ModelResults(scores={"reward": scores.flatten().tolist()})
-        results.add("reward", Measured.mean(results.scores["reward"]), None)
-        return results
 
     def _classes(self, loss: float, scores: torch.Tensor) -> ModelResults:
         """A class is given where its score alone is the highest: the base, whose scores are equal, gives none."""

@@ -212,22 +212,19 @@ class _Generation:
         """Whether a row's logits are the same behind padding, which a recurrent model may read, and beside another."""
         tokens = min(probes.TOKENS, (self._positions or math.inf) // 2 - 1)
         [row], [other] = (one.tolist() for one in probes.rows(2, int(tokens), self._model))
-        alone, beside = self._second_logits([row]), self._second_logits([row, other + other])
+        made = []
+        for rows in ([row], [row, other + other]):
+            with _evaluating(self._model):
+                output = self._model.generate(
+                    **self._padded(rows), min_new_tokens=2, max_new_tokens=2, do_sample=False, use_cache=self._cached,
+                    output_logits=True, return_dict_in_generate=True, pad_token_id=self._tokenizer.pad_token_id,
+                    eos_token_id=self._stop_ids,
+                    # The first token is the same whatever the model says, as rounding may decide between two.
+                    logits_processor=LogitsProcessorList([lambda _, scores: torch.zeros_like(scores)]),
+                )  # fmt: skip
+            made.append(output.logits[1][0].float())  # (vocabulary), of prefill and decoding
+        alone, beside = made
         return float((alone - beside).norm()) <= _MOVES * float((alone - alone.mean()).norm())
-
-    def _second_logits(self, rows: list[list[int]]) -> torch.Tensor:
-        """The logits (vocabulary) of the second token for the first row, of prefill and decoding.
-
-        The first is the same whatever the model says, as rounding may decide between two.
-        """
-        with _evaluating(self._model):
-            output = self._model.generate(
-                **self._padded(rows), min_new_tokens=2, max_new_tokens=2, do_sample=False, use_cache=self._cached,
-                output_logits=True, return_dict_in_generate=True, pad_token_id=self._tokenizer.pad_token_id,
-                eos_token_id=self._stop_ids,
-                logits_processor=LogitsProcessorList([lambda _, scores: torch.zeros_like(scores)]),
-            )  # fmt: skip
-        return output.logits[1][0].float()
 
     def _halving(self, rows: dict[int, list[int]], room: int, seed: int) -> list[Answer]:
         try:
