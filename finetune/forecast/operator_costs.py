@@ -269,7 +269,7 @@ def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
     """Copies of operands in a wider type, sums of 16-bit products in float32, and the tiles of attention."""
     name = func.name()
     if name in _PRODUCTS:
-        return [*_of_product(*_PRODUCTS[name](args)), *_laid_out_anew(name, args)]
+        return _of_product(name, args)
     if name in _IN_PARTS:
         return _of_parts(name, args, "cpu")
     if name in ("aten::scatter.src", "aten::scatter_.src") and args[0].dtype.itemsize < 4:
@@ -327,22 +327,21 @@ class _Held(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **kwargs or {})
         for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key, size = id(storage), storage.nbytes()  # one object for as long as the storage lives
+            if key in self._living:
+                continue
+
+            def died(_: Any, key: int = key, size: int = size) -> None:
+                self._now -= size
+                del self._living[key]
+
+            self._living[key] = weakref.ref(storage, died)
+            self._now += size
+            self.most = max(self.most, self._now)
         return made
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = id(storage), storage.nbytes()  # one object for as long as the storage lives
-        if key in self._living:
-            return
-
-        def died(_: Any) -> None:
-            self._now -= size
-            del self._living[key]
-
-        self._living[key] = weakref.ref(storage, died)
-        self._now += size
-        self.most = max(self.most, self._now)
 
 
 # A mask beside other operands keeps its type (aten/src/ATen/native/TensorAdvancedIndexing.cpp, TensorCompare.cpp).
@@ -365,15 +364,24 @@ def _casts(func: Any, operands: list[Any], written: Any) -> list[int]:
     return cast
 
 
-def _of_product(left: Any, right: Any) -> list[int]:
-    """Temporary memory of a product of two matrices, or two batches of matrices, on a CPU."""
+def _of_product(name: str, args: Any) -> list[int]:
+    """Temporary memory of a product of two matrices, or two batches of matrices, on a CPU.
+
+    MKL takes products of batches, and copies 16-bit matrices that are contiguous neither by rows nor by columns, such
+    as those of heads (torch 2.13, aten/src/ATen/native/mkldnn/Matmul.cpp).
+    """
+    left, right = _PRODUCTS[name](args)
     batch, rows, columns = left.shape[:-2].numel(), left.shape[-2], right.shape[-1]
     operations = 2 * left.numel() * columns
     if left.dtype is torch.bfloat16 and left.dim() == 2 and operations <= _MOST_ASKED and _multiplies_bfloat16():
         if is_profiling():
             return [torch.get_num_threads() * _TILES]
         return _asked(left.shape, left.stride(), right.shape, right.stride(), torch.get_num_threads())
-    return _float32_sums(left, batch, rows, columns)
+    scratch = _float32_sums(left, batch, rows, columns)
+    if name in ("aten::bmm", "aten::baddbmm") and right.dtype is torch.bfloat16 and _is_of_onednn():
+        matrices = [matrix for matrix in (left, right) if not (matrix.is_contiguous() or matrix.mT.is_contiguous())]
+        scratch += [matrix.numel() * matrix.element_size() for matrix in matrices]
+    return scratch
 
 
 _MOST_ASKED = 2**28
@@ -388,30 +396,22 @@ def _asked(rows: Any, row_strides: Any, columns: Any, column_strides: Any, threa
     of its caches (oneDNN 3.12, src/cpu/x64/matmul/brgemm_matmul_utils.cpp `init_scratchpad`). torch's older profiler
     reports single allocations as well, without the second that the other one needs to start.
     """
+    memory_alone = torch.autograd.ProfilerConfig(
+        torch.autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
+    )
+    # The public class around these keeps sums alone.
+    enable, disable = torch.autograd._enable_profiler_legacy, torch.autograd._disable_profiler_legacy  # noqa: SLF001
     with unset_fake_temporarily():
         left = torch.empty_strided(rows, row_strides, dtype=torch.bfloat16)
         right = torch.empty_strided(columns, column_strides, dtype=torch.bfloat16)
         out = torch.empty(rows[0], columns[1], dtype=torch.bfloat16)
-        with _allocations() as sizes:
+        enable(memory_alone)
+        try:
             torch.mm(left, right, out=out)
-    return [size for size in sizes if size > 0]
-
-
-@contextlib.contextmanager
-def _allocations() -> Iterator[list[int]]:
-    """The bytes of each allocation in the block, and below 0 of each free."""
-    memory_alone = torch.autograd.ProfilerConfig(
-        torch.autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
-    )
-    sizes: list[int] = []
-    # The public class around these keeps sums alone.
-    enable, disable = torch.autograd._enable_profiler_legacy, torch.autograd._disable_profiler_legacy  # noqa: SLF001
-    enable(memory_alone)
-    try:
-        yield sizes
-    finally:
-        events = itertools.chain(*disable())
-        sizes += [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]
+        finally:
+            events = itertools.chain(*disable())
+    sizes = [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]
+    return [size for size in sizes if size > 0]  # those below are frees
 
 
 _TILES = 8 * 1024
@@ -463,18 +463,6 @@ _PRODUCTS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
     "aten::linear": lambda args: (args[0].flatten(0, -2), args[1].t()),
 }
 """Matrix products: the left operand and the right one, batched alike."""
-
-
-def _laid_out_anew(name: str, args: Any) -> list[int]:
-    """Copies of batched 16-bit matrices that are contiguous neither by rows nor by columns, such as those of heads.
-
-    (torch 2.13, aten/src/ATen/native/mkldnn/Matmul.cpp, which takes such products from MKL.)
-    """
-    batched = name in ("aten::bmm", "aten::baddbmm")
-    if not batched or args[-1].dtype is not torch.bfloat16 or not _is_of_onednn():
-        return []
-    matrices = [matrix for matrix in args[-2:] if not (matrix.is_contiguous() or matrix.mT.is_contiguous())]
-    return [matrix.numel() * matrix.element_size() for matrix in matrices]
 
 
 def _flash_tiles(query: Any, key: Any, *, tiles: int) -> list[int]:
