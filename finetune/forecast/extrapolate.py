@@ -63,8 +63,13 @@ def shorten(kinds: Sequence[Hashable], sizes: Sequence[Hashable] = ()) -> Shorte
         size, times = _repetition(kinds, sizes, start)
         own = _units(sizes, start, size, times)
         stands = _standing(own)
+        # In the order of the short model: the first, those in the middle by size, and the last two.
+        kept = sorted(set(stands))
+        between = [number for number in kept if 0 < number < len(own) - 2]
+        seen = list(dict.fromkeys(own[number] for number in between))
+        between.sort(key=lambda number: seen.index(own[number]))
         names: dict[int, int] = {}
-        for number in _side_by_side(sorted(set(stands)), own):
+        for number in [*kept[:1], *between, *kept[1 + len(between) :]]:
             names[number] = len(of_units)
             layers += range(start + number * size, start + (number + 1) * size)
             unit += [len(of_units)] * size
@@ -125,16 +130,6 @@ def _standing(sizes: Sequence[Hashable]) -> list[int]:
     return stands
 
 
-def _side_by_side(kept: Sequence[int], sizes: Sequence[Hashable]) -> list[int]:
-    """The kept units of a run in the order of the short model: the first, those in the middle by size, and the last
-    two.
-    """
-    between = [number for number in kept if 0 < number < len(sizes) - 2]
-    seen = list(dict.fromkeys(sizes[number] for number in between))
-    between.sort(key=lambda number: seen.index(sizes[number]))
-    return [*kept[:1], *between, *kept[1 + len(between) :]]
-
-
 def extrapolate(trace: Trace, shortened: Shortened) -> Trace:
     """The trace of the whole model. Raises NotAlike where what was taken to repeat does not."""
     return trace if set(shortened.repeats) <= {1} else _Extrapolation(trace, shortened).whole()
@@ -193,7 +188,13 @@ class _Extrapolation:
         self._stretches = [
             (stretch, None if stretch.layer is None else shortened.unit[stretch.layer]) for stretch in trace.stretches
         ]
-        adopted = self._adopt()
+        # A unit also owns blocks that it frees but that are made outside the layers, such as its router's gradient.
+        adopted = set()
+        for stretch, freed_by in self._stretches:
+            for event in stretch.events:
+                if freed_by is not None and event < 0 and self._owner[-event - 1] is None:
+                    self._owner[-event - 1] = freed_by
+                    adopted.add(-event - 1)
         made_in = [stretch.phase for stretch in trace.stretches for event in stretch.events if event > 0]
         counts: Counter[tuple[int | None, bool, str, str]] = Counter()
         self._keys: list[_BlockKey] = []
@@ -204,17 +205,6 @@ class _Extrapolation:
         self._blocks: list[TracedBlock] = []
         self._numbers: dict[tuple[int | None, _BlockKey], int] = {}
         self._made: list[Stretch] = []
-
-    def _adopt(self) -> set[int]:
-        """Give a unit the blocks that it frees but that were made outside the layers, such as its router's gradient."""
-        adopted = set()
-        for stretch, unit in self._stretches:
-            if unit is not None:
-                for event in stretch.events:
-                    if event < 0 and self._owner[-event - 1] is None:
-                        self._owner[-event - 1] = unit
-                        adopted.add(-event - 1)
-        return adopted
 
     def whole(self) -> Trace:
         for repeated, times in enumerate(self._repeats):
@@ -314,17 +304,13 @@ class _Extrapolation:
                 made.events.append(self._event(event, None))
             elif unit is None:
                 made.events += [self._event(event, each) for each in self._copies[owner]]
+            elif abs(owner - unit) <= 1:
+                made.events.append(self._event(event, copy + owner - unit))
+            elif self._mixed & {unit, owner} or self._repeats[unit] > 1 or self._repeats[owner] > 1:
+                raise NotAlike(f"unit {unit} of the layers reaches unit {owner}, which stands for several")
             else:
-                made.events.append(self._event(event, self._neighbour(owner, unit, copy)))
+                made.events.append(self._event(event, self._copies[owner][0]))
         self._made.append(made)
-
-    def _neighbour(self, owner: int, unit: int, copy: int) -> int:
-        """The copy of `owner` that stands to copy number `copy` of `unit` as `owner` does to `unit`."""
-        if abs(owner - unit) <= 1:
-            return copy + owner - unit
-        if self._mixed & {unit, owner} or self._repeats[unit] > 1 or self._repeats[owner] > 1:
-            raise NotAlike(f"unit {unit} of the layers reaches unit {owner}, which stands for several")
-        return self._copies[owner][0]
 
     def _event(self, event: int, owner: int | None) -> int:
         """The event in the whole model's trace, for a block that copy number `owner` has there."""
