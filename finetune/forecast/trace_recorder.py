@@ -268,7 +268,11 @@ class TraceRecorder(TorchDispatchMode):
         call.over_layers = self._by_layer_of_input and bool(call.inputs) and self._follow(call)
         if call.name in self._operators.python:
             return self._run_in_python(call)
-        if call.name == "aten::add.Tensor" and (_accumulates_in_place(call.args) or _masks_scores()):
+        # transformers' attention adds a mask to scores where no fused kernel takes the mask, such as a learnt one, and
+        # torch does so in place (torch 2.13, attention.cpp `_scaled_dot_product_attention_math`).
+        if call.name == "aten::add.Tensor" and (
+            _accumulates_in_place(call.args) or _caller().f_code.co_name == "sdpa_attention_forward"
+        ):
             held = call.args[0].add_(call.args[1])
             self._count(_aten.add_.Tensor, call.args, call.kwargs, held)
             return held
@@ -330,7 +334,8 @@ class TraceRecorder(TorchDispatchMode):
     def _run_in_python(self, call: _Call) -> Any:
         """Run a kernel that is written in Python and record what it allocates, or repeat its recording.
 
-        Its output has the present category; that of `_OF_WORKSPACE` is workspace.
+        What its operators make is workspace, except its output, which has the present category; that of `_OF_WORKSPACE`
+        is workspace too.
         """
         category = "workspace" if call.name in _OF_WORKSPACE else self.category
 
@@ -345,13 +350,17 @@ class TraceRecorder(TorchDispatchMode):
         if not anew and (program := self._programs.get(key)):
             out = self._repeat_program(program, layers)
         else:
-            first, outer = len(self._blocks), self._stretches
+            first, outer = len(self._blocks), (self._stretches, self.category)
             asked, turn = self.answers.asked, self._turn
-            self._stretches = []
+            if call.name == "aten::_grouped_mm" and call.args[1].dim() == 3:
+                sizes = call.args[0].shape[0], call.args[1].shape[0]
+                call.kwargs = {**call.kwargs, "busiest": lambda: self.answers.busiest(*sizes)}
+            self._stretches, self.category = [], "workspace"
             try:
-                out = self._decomposed(call)
+                with self:  # the operators in the program are recorded
+                    out = self._operators.python[call.name](*call.args, **call.kwargs)
             finally:
-                recorded, self._stretches = self._stretches, outer
+                recorded, (self._stretches, self.category) = self._stretches, outer
                 ends_on = self.layer
                 self._append(recorded)
                 self.layer = ends_on
@@ -362,18 +371,6 @@ class TraceRecorder(TorchDispatchMode):
         for part in flat(out):
             self.mark(part, category)
         return out
-
-    def _decomposed(self, call: _Call) -> Any:
-        """Run an operator's Python program; the operators in it are recorded, and what they make is workspace."""
-        if call.name == "aten::_grouped_mm" and call.args[1].dim() == 3:
-            sizes = call.args[0].shape[0], call.args[1].shape[0]
-            call.kwargs = {**call.kwargs, "busiest": lambda: self.answers.busiest(*sizes)}
-        outer, self.category = self.category, "workspace"
-        try:
-            with self:
-                return self._operators.python[call.name](*call.args, **call.kwargs)
-        finally:
-            self.category = outer
 
     def _keep_program(
         self, key: Hashable, layers: list[int | None], first: int, recorded: Sequence[Stretch], out: Any
@@ -532,15 +529,6 @@ class TraceRecorder(TorchDispatchMode):
     def _layer_of(self, tensor: torch.Tensor) -> int | None:
         number = self._number(tensor)
         return self._blocks[number].layer if number is not None else None
-
-
-def _masks_scores() -> bool:
-    """Whether transformers' call of scaled_dot_product_attention adds a mask to scores, which torch does in place.
-
-    It does where no fused kernel takes the mask, such as a learnt one (torch 2.13, attention.cpp
-    `_scaled_dot_product_attention_math`).
-    """
-    return _caller().f_code.co_name == "sdpa_attention_forward"
 
 
 def _accumulates_in_place(args: Any) -> bool:
