@@ -141,8 +141,19 @@ class Replay:
         step = stretches[first:last]
         update = next((index for index in range(first, last) if phases[index] == "optimizer"), last)
         loaded = self.load(from_files=run.from_files)
-        if run.ranks.copied:
-            self._join_processes()
+        if run.ranks.copied:  # DistributedDataParallel copies the model as it sends it, and keeps buckets of gradients
+            sent = 0
+            buckets = operator_costs.broadcast_buckets(self.sizes("base_weights", "adapter"))
+            for number, size in enumerate([*buckets, 0], 1):
+                self._live["workspace"] += size
+                self._allocate(-number, size)
+                self._see("load")
+                if number > 1:
+                    self._free(1 - number, sent)
+                self._live["workspace"] -= sent
+                sent = size
+            for size in operator_costs.gradient_buckets(self.sizes("adapter")):
+                self._add(size, "gradients")
         made = next((index for index in range(loaded, first) if phases[index] == "optimizer"), first)
         self.play(stretches[loaded:made])
         self.play([stretch for stretch in self._trace.stretches if stretch.phase == "reference"])
@@ -162,20 +173,6 @@ class Replay:
         with self._saving(copy_bytes):
             self._see("save")
         self.play(stretches[end:])
-
-    def _join_processes(self) -> None:
-        """Play the copies that DistributedDataParallel makes of the model, and the buckets that it keeps."""
-        before = 0
-        for number, size in enumerate([*operator_costs.broadcast_buckets(self.sizes("base_weights", "adapter")), 0], 1):
-            self._live["workspace"] += size
-            self._allocate(-number, size)
-            self._see("load")
-            if number > 1:
-                self._free(1 - number, before)
-            self._live["workspace"] -= before
-            before = size
-        for size in operator_costs.gradient_buckets(self.sizes("adapter")):
-            self._add(size, "gradients")
 
     def sizes(self, *categories: str) -> list[int]:
         """Bytes of each block that is for one of `categories`."""
@@ -224,8 +221,15 @@ class Replay:
                     self._see(_SHOWN_AS.get(stretch.phase, stretch.phase))
                 else:
                     self._free(-event, block.bytes)
-                if self._recording:
-                    self._draw(stretch.phase)
+                if not self._recording:
+                    continue
+                # The curve has the fullest moment of every `_stride` events of a phase.
+                begins = self._seen % self._stride == 0 or (self.curve and self.curve[-1].phase != stretch.phase)
+                if begins or self._allocated > self._fullest:
+                    point = Point(stretch.phase, dict(self._live), self.reserved_bytes)
+                    self.curve[len(self.curve) - (not begins) :] = [point]
+                    self._fullest = self._allocated
+                self._seen += 1
 
     def _begin_again(self, step: list[Stretch]) -> None:
         """Bring what a step leaves into the state in which the next one begins."""
@@ -252,14 +256,6 @@ class Replay:
             same = old.get((block.category, block.bytes))
             if same and block.category not in _TRANSIENT:
                 self._handles[same.pop(0)] = self._handles.pop(number)
-
-    def _draw(self, phase: str) -> None:
-        """Keep the fullest moment of every `_stride` events of a phase."""
-        begins = self._seen % self._stride == 0 or (self.curve and self.curve[-1].phase != phase)
-        if begins or self._allocated > self._fullest:
-            self.curve[len(self.curve) - (not begins) :] = [Point(phase, dict(self._live), self.reserved_bytes)]
-            self._fullest = self._allocated
-        self._seen += 1
 
     def _add(self, size: int, category: str) -> None:
         """Allocate a block that stays."""
