@@ -58,7 +58,10 @@ class Kept:
         memory = {name: getattr(made.device, name) for name in _MEMORY}
         values = _adapter().dump_python(made, mode="json", exclude={"device"})
         with contextlib.suppress(OSError):
-            _make_room(file.parent)
+            if file.parent.is_dir():  # remove the oldest where there are too many for another one
+                files = sorted(file.parent.glob("*.json"), key=lambda one: one.stat().st_mtime, reverse=True)
+                for old in files[_MOST_FILES - 1 :]:
+                    old.unlink(missing_ok=True)
             private.write(file, pydantic_core.to_json({"memory": memory, **values}))
         return made
 
@@ -108,11 +111,3 @@ def _software() -> list[Any]:
     """Everything that decides which operators run and what they cost: versions, our own code, the processor."""
     processor = [platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
     return [environment.packages(), environment.code_hash(), *processor]
-
-
-def _make_room(folder: Path) -> None:
-    """Remove the oldest files where there are too many for another one."""
-    if folder.is_dir():
-        files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-        for file in files[_MOST_FILES - 1 :]:
-            file.unlink(missing_ok=True)

@@ -30,8 +30,10 @@ def like(device: Device, recorder: TraceRecorder, mode: FakeTensorMode | None = 
         stack.enter_context(_known_values(recorder))
         stack.enter_context(fake_model.for_dora())
         stack.enter_context(device.operators.as_there())
-        if device.type == "cpu":
-            stack.enter_context(_random_states())
+        if device.type == "cpu":  # the generator states that checkpointing keeps for each layer; on CUDA on the host
+            size_bytes = torch.get_rng_state().nbytes
+            stack.enter_context(patches.GET_RNG_STATE.by(lambda: torch.empty(size_bytes, dtype=torch.uint8)))
+            stack.enter_context(patches.SET_RNG_STATE.by(lambda state: None))
         yield mode or FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -69,17 +71,6 @@ def _known_values(recorder: TraceRecorder) -> Iterator[None]:
     with torch.device("meta"):
         torch.empty(0)
     with patches.TENSOR.by(tensor), patches.FAKE_LIST.by(listed):
-        yield
-
-
-@contextlib.contextmanager
-def _random_states() -> Iterator[None]:
-    """Count the generator states that checkpointing keeps for each layer; on CUDA they lie in host memory."""
-    size_bytes = torch.get_rng_state().nbytes
-    with (
-        patches.GET_RNG_STATE.by(lambda: torch.empty(size_bytes, dtype=torch.uint8)),
-        patches.SET_RNG_STATE.by(lambda state: None),
-    ):
         yield
 
 

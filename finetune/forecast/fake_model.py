@@ -137,25 +137,21 @@ def quantization_state(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
 
 def _fake(parameter: Any, section: QuantizationSection) -> nn.Parameter:
     import bitsandbytes as bnb
+    from bitsandbytes.functional import QuantState
 
     if how := packing_of(parameter):
         scales = torch.empty(how.scales.shape, dtype=how.scales.dtype)
         return packed.packed(torch.empty(parameter.shape, dtype=torch.uint8), replace(how, scales=scales))
-    if isinstance(parameter, bnb.nn.Params4bit):
-        return _four_bit(parameter, section)
     if isinstance(parameter, bnb.nn.Int8Params):
         weight: Any = nn.Parameter(torch.empty(parameter.shape, dtype=torch.int8), requires_grad=False)
         weight.SCB = torch.empty(parameter.shape[0])
         return weight
-    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
-
-
-def _four_bit(parameter: Any, section: QuantizationSection) -> nn.Parameter:
-    from bitsandbytes.functional import QuantState
+    if not isinstance(parameter, bnb.nn.Params4bit):
+        return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
 
     values = parameter.numel()
     blocks = -(-values // _BLOCK)
-    weight: Any = nn.Parameter(torch.empty((values + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
+    weight = nn.Parameter(torch.empty((values + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
     nested: dict[str, Any] = {}
     if section.double:
         absmax = torch.empty(blocks, dtype=torch.uint8)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config import AdapterSection, Config, OutputSection, QuantizationSection, TrainingSection
+from finetune.config import AdapterSection, Config, OutputSection, QuantizationSection
 from finetune.config.serving import PACKED
 from finetune.training import strategies
 
@@ -35,25 +35,22 @@ def levers(config: Config, gpus: int = 1) -> list[Lever]:
         left.append(Lever({"output.merge": False}, "merged later, where there is more memory"))
     if memory.loss_tokens > _SMALLEST_TILE:
         left.append(Lever({"memory.loss_tokens": _SMALLEST_TILE}, "same loss, smaller products"))
-    left += _micro_batches(config.training, config.data.max_length)
+    training, longest = config.training, config.data.max_length
+    if training.micro_batch_tokens:
+        if training.micro_batch_tokens > longest:
+            half = max(training.micro_batch_tokens // 2, longest)
+            left.append(Lever({"training.micro_batch_tokens": half}, "same gradient, more passes"))
+    elif training.micro_batch != "auto" and training.rows > 1:
+        rows = max(rows for rows in range(1, training.rows // 2 + 1) if training.batch_size % rows == 0)
+        left.append(Lever({"training.micro_batch": rows}, "same gradient, more passes"))
     if memory.checkpointing != "all":
         left.append(Lever({"memory.checkpointing": "all"}, "about a third more time"))
     if memory.offload == "none" and config.kernels.compile == "none":
         left.append(Lever({"memory.checkpointing": "all", "memory.offload": "checkpoints"}, "copies to the host"))
     left += _weights(config.quantization, config.adapter, config.output)
-    if config.data.max_length > _SHORTEST:
-        left.append(Lever({"data.max_length": config.data.max_length // 2}, "longer rows are cut"))
+    if longest > _SHORTEST:
+        left.append(Lever({"data.max_length": longest // 2}, "longer rows are cut"))
     return left
-
-
-def _micro_batches(training: TrainingSection, max_length: int) -> Iterator[Lever]:
-    if training.micro_batch_tokens:
-        if training.micro_batch_tokens > max_length:
-            half = max(training.micro_batch_tokens // 2, max_length)
-            yield Lever({"training.micro_batch_tokens": half}, "same gradient, more passes")
-    elif training.micro_batch != "auto" and training.rows > 1:
-        rows = max(rows for rows in range(1, training.rows // 2 + 1) if training.batch_size % rows == 0)
-        yield Lever({"training.micro_batch": rows}, "same gradient, more passes")
 
 
 def _weights(quantization: QuantizationSection, adapter: AdapterSection, output: OutputSection) -> Iterator[Lever]:
