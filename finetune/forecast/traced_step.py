@@ -146,11 +146,6 @@ class Models:
     extrapolated.
     """
 
-    def store(self, setting: StepSetting, traced: _TracedStep, trace: Trace) -> None:
-        self.kinds[setting.job] = traced.kinds
-        self.ready[setting.job, traced.kept.kinds] = traced
-        self.traces[setting.job, setting.step, traced.kept.kinds, traced.kept.levels] = trace
-
 
 def trace_step(setting: StepSetting, models: Models | None = None) -> Trace:
     """Run one optimizer step in its steady state, then an evaluation, on fake tensors.
@@ -204,7 +199,10 @@ def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) ->
             traced.prepare(setting, group)
         trace = traced.run(setting, group)
         if not group and traced.engine.reusable and traced.rewound():
-            models.store(setting, traced, trace)
+            kept = traced.kept
+            models.kinds[setting.job] = traced.kinds
+            models.ready[setting.job, kept.kinds] = traced
+            models.traces[setting.job, setting.step, kept.kinds, kept.levels] = trace
         return extrapolate(trace, traced.kept.shortened)
 
 
@@ -329,23 +327,7 @@ class _TracedStep:
             # bitsandbytes looks embeddings up by their addresses, and fake ones have none.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             optimizer = optimizers.make(name, config.optimizer, 1e-4, self._model)
-        self.engine = self._make_engine(setting, optimizer)
-        if card.type == "cuda":
-            take_at_once(optimizer)
-        capability = card.capability if card.type == "cuda" else None
-        self._step = Step(
-            engine=self.engine,
-            objective=objectives.of(config),
-            precision=config.training.precision,
-            max_grad_norm=config.training.max_grad_norm,
-            masked=needs_mask(self._model.config, config.training.precision, capability),
-            device=torch.device("cpu"),
-            monitor=TracedMonitor(self.recorder),
-            noise=_TracedNoise(self._model, alpha, 0) if (alpha := config.training.neftune_noise_alpha) else None,
-        )
-        self._follow_passes()
 
-    def _make_engine(self, setting: StepSetting, optimizer: torch.optim.Optimizer) -> TracedEngine:
         layer_of = {weight: number for number, layer in enumerate(self._layers) for weight in layer.parameters()}
 
         def whole(weights: Sequence[torch.Tensor]) -> list[int]:
@@ -358,17 +340,31 @@ class _TracedStep:
                 numbers += [weight.numel() for _, weight in members] * times
             return numbers
 
-        engine = setting.engine(
+        self.engine = setting.engine(
             Traced(
-                self._model, self._base, optimizer, self._config.distributed, setting.world_size, self.recorder,
-                layer_of.get, whole, on_gpu=self._device.type == "cuda",
+                self._model, self._base, optimizer, config.distributed, setting.world_size, self.recorder,
+                layer_of.get, whole, on_gpu=card.type == "cuda",
             )
         )  # fmt: skip
         if setting.in_parts:
             self.recorder.phase = "attach"
         with self._recording():
-            engine.attach()
-        return engine
+            self.engine.attach()
+        if card.type == "cuda":
+            take_at_once(optimizer)
+
+        capability = card.capability if card.type == "cuda" else None
+        self._step = Step(
+            engine=self.engine,
+            objective=objectives.of(config),
+            precision=config.training.precision,
+            max_grad_norm=config.training.max_grad_norm,
+            masked=needs_mask(self._model.config, config.training.precision, capability),
+            device=torch.device("cpu"),
+            monitor=TracedMonitor(self.recorder),
+            noise=_TracedNoise(self._model, alpha, 0) if (alpha := config.training.neftune_noise_alpha) else None,
+        )
+        self._follow_passes()
 
     def _follow_passes(self) -> None:
         """Tell the recorder a pass's layer: forward by hooks on modules, backward by hooks on their outputs."""
@@ -629,8 +625,14 @@ class _TracedStep:
         inputs = self._collator.micro_batch(rows)
         with self.mode:
             plain = _without_values(inputs)
-        if known:
-            _know(known, plain, inputs, padded=batch.padded)
+        if known:  # the values of all inputs but labels; where rows are padded, the last one ends with a padding token
+            if batch.padded:
+                inputs["attention_mask"][-1, -1] = 0
+            pairs = [(plain[name], value) for name, value in inputs.items() if name not in (MEDIA, "labels")]
+            for made, row in zip(plain[MEDIA], inputs[MEDIA], strict=True):
+                pairs += [(made[name], value) for name, value in row.items() if not value.is_meta]
+            for one, value in pairs:
+                known.know(one, value)
         # With a GPU the images of the rows are joined on the host, and the tensor recorded as joined is their copy on
         # the GPU.
         here = {name: value for name, value in plain.items() if name != MEDIA}
@@ -653,17 +655,6 @@ def _without_values(inputs: Inputs) -> Inputs:
         else:
             made[name] = value
     return made
-
-
-def _know(known: KnownValues, fake: Inputs, inputs: Inputs, *, padded: bool) -> None:
-    """Give `fake` inputs the values of `inputs` but for labels; if `padded`, the last row ends with a padding token."""
-    if padded:
-        inputs["attention_mask"][-1, -1] = 0
-    pairs = [(fake[name], value) for name, value in inputs.items() if name not in (MEDIA, "labels")]
-    for made, row in zip(fake[MEDIA], inputs[MEDIA], strict=True):
-        pairs += [(made[name], value) for name, value in row.items() if not value.is_meta]
-    for one, value in pairs:
-        known.know(one, value)
 
 
 def _tensors(inputs: Any) -> list[torch.Tensor]:
