@@ -81,7 +81,11 @@ class Zero:
                 _async_io().load()
                 self._disk = Disk(section.nvme_path, sum(map(torch.numel, self.weights)))
         self._without_launcher = "LOCAL_RANK" not in os.environ
-        with _started():
+        # DeepSpeed starts as under a launcher, also in a single process without one.
+        os.environ.setdefault("LOCAL_RANK", "0")
+        if not dist.is_initialized():
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        with patches.SHARED_MEMORY.by(lambda: None):
             self._engine, *_ = self._deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
@@ -152,21 +156,16 @@ class Zero:
     def whole(self, weight: Tensor) -> Tensor:
         if not is_partitioned(weight):
             return weight
-        with self._gathered(weight):
+        with self._deepspeed.zero.GatheredParameters([weight], modifier_rank=None):
             return weight.detach().clone()
 
     def write(self, whole: Tensor, into: Tensor) -> None:
         if not is_partitioned(into):
             into.copy_(whole)
             return
-        with self._gathered(into, write=True):
+        # What rank 0 has at the end of the block is partitioned again.
+        with self._deepspeed.zero.GatheredParameters([into], modifier_rank=0):
             into.detach().copy_(whole)
-
-    @contextlib.contextmanager
-    def _gathered(self, weight: Tensor, *, write: bool = False) -> Iterator[None]:
-        """In the block the weight is whole; with `write`, what rank 0 then has is partitioned again."""
-        with self._deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if write else None):
-            yield
 
     def optimizer_state(self) -> States:
         tensors: dict[str, Tensor] = {}
@@ -298,16 +297,6 @@ def _imported(device: torch.device) -> Any:
     deepspeed = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
-
-
-@contextlib.contextmanager
-def _started() -> Iterator[None]:
-    """In the block, DeepSpeed starts as under a launcher, also in a single process without one."""
-    os.environ.setdefault("LOCAL_RANK", "0")
-    if not dist.is_initialized():
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    with patches.SHARED_MEMORY.by(lambda: None):
-        yield
 
 
 # -- a disk ------------------------------------------------------------------------------------------------------------

@@ -123,24 +123,14 @@ class FakeZero(TracedEngine):
             if group["params"]
             for numels in self._updated_together(traced.whole(group["params"]))
         ]
+        # Elements that rank 0 updates, and those that all ranks do.
+        self._numel = sum(one.numel for one in self._partitions)
+        self._trained_numel = sum(sum(one.numels) for one in self._partitions)
+        on_disk = section.offload == "nvme"
+        self._swapped = [one for one in self._partitions if on_disk and one.numel >= _SWAPPED_FROM]
+        """The partitions that are on a disk between the updates."""
         self._weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._gradients = _Gradients(min(self._trained_numel, BUCKET))
-
-    @property
-    def _numel(self) -> int:
-        """Elements that rank 0 updates."""
-        return sum(one.numel for one in self._partitions)
-
-    @property
-    def _trained_numel(self) -> int:
-        """Elements that all ranks update."""
-        return sum(sum(one.numels) for one in self._partitions)
-
-    @property
-    def _swapped(self) -> list[Partition]:
-        """The partitions that are on a disk between the updates."""
-        on_disk = self._traced.section.offload == "nvme"
-        return [one for one in self._partitions if on_disk and one.numel >= _SWAPPED_FROM]
 
     def passes(self) -> contextlib.AbstractContextManager[None]:
         """A context with the linear layers that DeepSpeed installs where it partitions weights."""
