@@ -134,12 +134,10 @@ def _scored(results: dict[str, Any]) -> Iterator[Scored]:
                 continue
             rows = [row[metric] for row in results["samples"].get(task, ()) if row["filter"] == kind and metric in row]
             name = f"{task}: {metric}" + ("" if kind == "none" else f" ({kind})")
-            yield Scored(name, better.get(metric), _measured(value, rows, values.get(f"{metric}_stderr,{kind}")))
-
-
-def _measured(value: float, rows: list[Any], error: Any) -> Measured:
-    if rows and all(isinstance(one, (int, float)) for one in rows):
-        mean = Measured.mean(rows)
-        if math.isclose(mean.value, value, rel_tol=1e-9, abs_tol=1e-12):
-            return Measured(value, mean.rows)
-    return Measured(value, error=error if isinstance(error, (int, float)) else None)
+            error = values.get(f"{metric}_stderr,{kind}")
+            measured = Measured(value, error=error if isinstance(error, (int, float)) else None)
+            if rows and all(isinstance(one, (int, float)) for one in rows):
+                mean = Measured.mean(rows)
+                if math.isclose(mean.value, value, rel_tol=1e-9, abs_tol=1e-12):
+                    measured = Measured(value, mean.rows)
+            yield Scored(name, better.get(metric), measured)
