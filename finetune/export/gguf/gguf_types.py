@@ -25,14 +25,12 @@ class Type:
     roundoff: float
 
 
-def _types() -> dict[str, Type]:
-    """By name, those of most bits first, and those of GGUF files alone before others."""
-    forms = [form for form in FORMS.values() if form.gguf]
-    forms.sort(key=lambda form: (-form.bits, form.is_of_safetensors))
-    return {form.name: Type(form.words, form.gguf.type, form.gguf.mixed, form.roundoff) for form in forms if form.gguf}
-
-
-TYPES = _types()
+TYPES = {
+    form.name: Type(form.words, form.gguf.type, form.gguf.mixed, form.roundoff)
+    for form in sorted(FORMS.values(), key=lambda form: (-form.bits, form.is_of_safetensors))
+    if form.gguf
+}
+"""By name, those of most bits first, and those of GGUF files alone before others."""
 
 
 def check(kind: str, format: str = "gguf") -> None:

@@ -51,7 +51,7 @@ class Server:
         try:
             with urllib.request.urlopen(request) as answer:
                 return json.load(answer)
-        except OSError as error:  # not one of the disk; a chat template that it cannot render is one of these
+        except OSError as error:  # of the connection, or HTTP: such as a chat template that it cannot render
             why = str(error)
             if isinstance(error, urllib.error.HTTPError):
                 with contextlib.suppress(ValueError, KeyError, TypeError):
