@@ -192,7 +192,7 @@ def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
     bounds.check_tokenizer(tokenizer, architecture, config.model)
     base = build.load(config, architecture, device)
     if finished_run.weights_folder(run, config.adapter).exists():
-        finished_run.base_of(run, config, note_beside_output)
+        finished_run.base_of(run, config.model, config.adapter, note_beside_output)
     if which == "base":
         return base, tokenizer
     return adapter_files.load_adapter(base, run.adapter, config.adapter), tokenizer

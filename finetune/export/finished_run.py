@@ -34,10 +34,10 @@ def tokenizer_of(run: RunDirectory, config: Config, folder: Path) -> Any:
     return tokenizer
 
 
-def base_of(run: RunDirectory, config: Config, note: Callable[[str], None] = lambda text: None) -> str | None:
+def base_of(run: RunDirectory, model: ModelSection, adapter: AdapterSection, note: Callable[[str], None]) -> str | None:
     """The identity of the base (see `identity.of_base`), after checking that the trained weights are of that base."""
-    base_identity = identity.of_base(config.model, note)
-    fingerprint.check_base(config.model, base_identity, weights_folder(run, config.adapter), note)
+    base_identity = identity.of_base(model, note)
+    fingerprint.check_base(model, base_identity, weights_folder(run, adapter), note)
     return base_identity
 
 

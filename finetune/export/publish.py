@@ -102,7 +102,7 @@ def _converted(
     form, note, device = FORMATS[format], note_beside_output, this_device()
     with _out_of_memory_explained(run, format):
         tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
-        base_identity = finished_run.base_of(run, config, note)
+        base_identity = finished_run.base_of(run, config.model, config.adapter, note)
         media = prepare.media_of(config, tokenizer)
         job = Conversion(
             run=run, config=config, tokenizer=tokenizer, device=device, kind=kind, base_identity=base_identity,

@@ -42,7 +42,7 @@ class Experts:
             if isinstance(layer, ParamWrapper):
                 path = ".".join(part for part in name.split(".") if part != "base_layer")
                 parameter = f"{path}.{layer.parameter_name}"
-                # PEFT 0.21 takes the sides of most models' weights for those of all: weights (experts, out, in).
+                # PEFT 0.21 assumes the order of sides that most models have: weights (experts, out, in).
                 transposed = getattr(layer.get_base_layer(), "is_transposed", None)
                 if transposed is None or not (transposed or len(experts.shape(layer.get_param())) == 3):
                     raise ConfigError(

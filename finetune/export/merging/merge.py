@@ -59,7 +59,7 @@ def merge(
     compared = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, media)
 
     folder = weights_directory(config.model.name, config.model.revision, download=True)
-    base_identity = finished_run.base_of(run, config, note)
+    base_identity = finished_run.base_of(run, config.model, config.adapter, note)
     longest = max([proof.ROW_TOKENS, *map(len, compared.ids)])
     bases = Bases(config, run.adapter, identity.loaded_files(folder), device, compared.shown, longest)
     onto_base = "the 16-bit base" if chosen == "16-bit" else f"the dequantized {config.quantization.kind} base"

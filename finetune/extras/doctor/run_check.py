@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from finetune.choices import CHOICES
-from finetune.config import Config, ModelSection, load
+from finetune.config import AdapterSection, Config, DataSection, ModelSection, load
 from finetune.data import fingerprint
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
 from finetune.export import finished_run
@@ -61,8 +61,8 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
     if run.merged.exists():
         yield from _folder(run.merged, _check_model, f"delete it and run `finetune merge {run.quoted}`")
     if config:
-        yield _tokenizer(run, config, foreign)
-        yield from _base(run, config)
+        yield _tokenizer(run, config.model, config.data, foreign)
+        yield from _base(run, config.model, config.adapter)
     for path in sorted([*run.path.rglob("*.incomplete"), *run.path.rglob("*.replaced")]):
         name = str(path.relative_to(run.path))
         if path.suffix == ".replaced" and not path.with_suffix("").exists():
@@ -209,13 +209,13 @@ def _check_model(folder: Path) -> None:
         weight_files.check(folder / name)
 
 
-def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
+def _tokenizer(run: RunDirectory, model: ModelSection, data: DataSection, foreign: bool) -> Finding:
     """Check that the tokenizer is the one of training; `foreign`: it may need Python code, which is not run here."""
     folder = run.adapter if run.adapter.exists() else run.merged
     try:
         with libraries.offline():
             try:
-                tokenizer = load_tokenizer(config.model, run.data(config.data))
+                tokenizer = load_tokenizer(model, run.data(data))
             except ArtifactError as error:
                 if not foreign:
                     raise
@@ -225,21 +225,21 @@ def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
         return Finding("tokenizer", "warning", str(error), "check again where the base is available")
     except FinetuneError as error:
         return Finding("tokenizer", "error", str(error), "restore the base where `model.name` points")
-    return Finding("tokenizer", "ok", f"as in training, from {config.model.tokenizer or config.model.name}")
+    return Finding("tokenizer", "ok", f"as in training, from {model.tokenizer or model.name}")
 
 
-def _base(run: RunDirectory, config: Config) -> Iterator[Finding]:
+def _base(run: RunDirectory, model: ModelSection, adapter: AdapterSection) -> Iterator[Finding]:
     """Check that the config's base is the one of training."""
-    is_published = finished_run.weights_folder(run, config.adapter).exists()
-    if not is_published and config.model.weights == "random":
+    is_published = finished_run.weights_folder(run, adapter).exists()
+    if not is_published and model.weights == "random":
         return
     unknown: list[str] = []
     try:
         with libraries.offline():
             if is_published:
-                finished_run.base_of(run, config, unknown.append)
+                finished_run.base_of(run, model, adapter, unknown.append)
             else:
-                _check_base_to_resume(run, config.model, unknown.append)
+                _check_base_to_resume(run, model, unknown.append)
     except FinetuneError as error:
         yield Finding("base", "error", str(error), "restore the base where `model.name` points")
     else:
@@ -247,7 +247,7 @@ def _base(run: RunDirectory, config: Config) -> Iterator[Finding]:
             yield Finding("base", "warning", note)
         if not unknown:
             state = "as in training" if is_published or run.complete_checkpoints() else "complete"
-            yield Finding("base", "ok", f"{state}, {config.model.name}")
+            yield Finding("base", "ok", f"{state}, {model.name}")
 
 
 def _check_base_to_resume(run: RunDirectory, section: ModelSection, note: Callable[[str], None]) -> None:
