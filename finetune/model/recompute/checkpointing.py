@@ -6,11 +6,10 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from finetune.config import MemorySection
@@ -28,9 +27,6 @@ KEPT: dict[str, Collection[str]] = {
     "all": (),
 }
 """What a checkpointed layer of each level keeps beside its input."""
-
-_levels: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""The level of each layer, as `choose` set it last."""
 
 
 def apply(model: Any, section: MemorySection, device_type: str, copies_to_host: offload.Copies | None = None) -> None:
@@ -59,22 +55,31 @@ def apply(model: Any, section: MemorySection, device_type: str, copies_to_host: 
             module.gradient_checkpointing = False
     for layer in decoder:
         # Around the checkpoint, which older versions (transformers 5.17) begin before hooks and `forward`.
-        patches.CHECKPOINT_FUNCTION.put(
-            functools.partial(_checkpoint, layer, experts.have_biases(layer), copies), layer
-        )
+        patches.CHECKPOINT_FUNCTION.put(_Checkpointed(experts.have_biases(layer), copies), layer)
     choose(model, chosen)
 
 
-def _checkpoint(
-    layer: nn.Module, biased_experts: bool, copies: offload.Offload | None, function: Callable[..., Any], *inputs: Any
-) -> Any:
-    """Run `function`, the forward pass of `layer`; the backward pass recomputes all that its level does not keep."""
-    kept = KEPT[_levels[layer]]
-    # torch 2.13 cannot compile such contexts, even if they keep nothing, nor context variables.
-    contexts = {"context_fn": functools.partial(keeping.contexts, kept, biased_experts)} if kept else {}
-    function = function if torch.compiler.is_compiling() else keeping.recomputed(function)
-    with copies or contextlib.nullcontext():
-        return checkpoint(function, *inputs, use_reentrant=False, **contexts)
+@dataclass
+class _Checkpointed:
+    """Runs the forward pass of a layer, of which the backward pass recomputes all that its `level` does not keep."""
+
+    biased_experts: bool
+    copies: offload.Offload | None
+    level: str = "all"
+
+    @classmethod
+    def of(cls, layer: Any) -> _Checkpointed:
+        """The one of a layer, after `apply`."""
+        own: _Checkpointed = getattr(layer, patches.CHECKPOINT_FUNCTION.attribute)
+        return own
+
+    def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        kept = KEPT[self.level]
+        # torch 2.13 cannot compile such contexts, even if they keep nothing, nor context variables.
+        contexts = {"context_fn": functools.partial(keeping.contexts, kept, self.biased_experts)} if kept else {}
+        function = function if torch.compiler.is_compiling() else keeping.recomputed(function)
+        with self.copies or contextlib.nullcontext():
+            return checkpoint(function, *inputs, use_reentrant=False, **contexts)
 
 
 def _forget_state(module: Any, args: Any, output: Any) -> None:
@@ -87,8 +92,9 @@ def choose(model: Any, chosen: Sequence[str]) -> None:
     """Set the level of each layer, after `apply`. Raises ConfigError for a level that the model does not support."""
     _check(model, chosen)
     for layer, level in zip(layers(model), chosen, strict=True):
-        _levels[layer] = level
         layer.gradient_checkpointing = level != "none"
+        if layer.gradient_checkpointing:
+            _Checkpointed.of(layer).level = level
         experts.checkpointed(layer, level != "none")
 
 
@@ -165,7 +171,7 @@ class ByLength:
 
 def level_of(layer: Any) -> str:
     """The level of a layer now, one of LEVELS."""
-    return _levels[layer] if layer.gradient_checkpointing else "none"
+    return _Checkpointed.of(layer).level if layer.gradient_checkpointing else "none"
 
 
 def keeps(layer: Any) -> bool:
