@@ -6,20 +6,18 @@ A norm or an activation writes its output (n, H) into the first columns of a wid
 
     [ output: H columns | room, of which U takes R ]
 
-What a norm returns reaches the layers through the model's own code or autograd, as a plain tensor. The table of this
-module says how many columns stand beside it. The first block of layers that asks takes them, and a second one finds
-none.
+What a norm returns reaches the layers through the model's own code or autograd, as a plain tensor. An attribute of it
+says how many columns stand beside it. The first block of layers that asks takes them, and a second one finds none.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 # Kernels read and write 16 bytes at once where rows begin at multiples of this; cuBLAS wants half of it.
 _ALIGNMENT = 16
 
-_columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_COLUMNS = "columns_of_room"
 
 
 def with_room(like: Tensor, columns: int) -> Tensor:
@@ -35,18 +33,18 @@ def narrowed(wide: Tensor, width: int) -> Tensor:
     if wide.shape[-1] == width:
         return wide
     narrow = wide[..., :width].data  # autograd must not see a view of the rest
-    _columns[narrow] = wide.shape[-1] - width
+    setattr(narrow, _COLUMNS, wide.shape[-1] - width)
     return narrow
 
 
 def columns_beside(x: Tensor) -> int:
     """The columns of room beside `x`: 0 if it has none, or if they are taken."""
-    return int(_columns.get(x, 0))
+    return int(getattr(x, _COLUMNS, 0))
 
 
 def take_room(x: Tensor) -> Tensor | None:
     """`x` (..., H) and its room as one tensor (n, H and room), for one user only; None if there is no room."""
-    columns = _columns.pop(x, 0)
+    columns = vars(x).pop(_COLUMNS, 0)
     if not columns:
         return None
     return x.data.as_strided((x.numel() // x.shape[-1], x.shape[-1] + columns), (x.stride(-2), 1))
