@@ -93,39 +93,64 @@ class AsChat:
 
 
 @dataclass(frozen=True)
-class Inspection:
-    """Statistics of a job's data before training.
+class TrainingRows:
+    """Where the training rows come from, how many are of which length, and the location of the longest."""
 
-    `fingerprint` is that of tokenizer and chat template; `longest_place` is the location of the longest training row.
-    If `micro_batch` is `auto`, batchings and worst batch assume the whole batch at once. Batchings by tokens use
-    `micro_batch_tokens`, or else the size of the largest micro-batch by rows. A `warning` says why nothing is held out;
-    `judges`: whether the evaluation set is large enough to choose an adapter by. `as_chat` is set if all rows are
-    plain-text prompts and completions, although there is a chat template. `splits` says what is read of sources that
-    have several.
-    """
-
-    fingerprint: str
-    train: Counts
-    eval: Counts | None
     longest_place: str
     sources: tuple[SourceCounts, ...]
     lengths: tuple[Bin, ...]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The configured batches, the largest of them, and an epoch under each batching.
+
+    If `micro_batch` is `auto`, batchings and worst batch assume the whole batch at once. Batchings by tokens use
+    `micro_batch_tokens`, or else the size of the largest micro-batch by rows.
+    """
+
     batch_size: int
     micro_batch: int | Literal["auto"]
     micro_batch_tokens: int | None
     batchings: tuple[Batching, ...]
     worst_batch: LargestBatch
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """What joins plain-text prompts and completions; `as_chat` is set if all rows are such, although there is a chat
+    template.
+    """
+
+    separator: str = ""
+    as_chat: AsChat | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Statistics of a job's data before training.
+
+    `fingerprint` is that of tokenizer and chat template. A `warning` says why nothing is held out; `judges`: whether
+    the evaluation set is large enough to choose an adapter by. `splits` says what is read of sources that have several.
+    """
+
+    fingerprint: str
+    train: Counts
+    eval: Counts | None
+    rows: TrainingRows
+    batches: Batches
     samples: tuple[Sample, ...]
     warning: str | None = None
     judges: bool = True
-    separator: str = ""
-    as_chat: AsChat | None = None
+    plain_text: PlainText = PlainText()
     splits: tuple[SplitUse, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON values."""
-        values = asdict(replace(self, train=Counts(), eval=None))  # their rows are summarised below
-        values["worst_batch"] = self.worst_batch.as_dict()
+        """The same as JSON values, those of `rows`, `batches` and `plain_text` beside the others."""
+        values: dict[str, Any] = {}
+        for name, value in asdict(replace(self, train=Counts(), eval=None)).items():  # rows of both are summarised
+            values |= value if name in ("rows", "batches", "plain_text") else {name: value}
+        values["worst_batch"] = self.batches.worst_batch.as_dict()
         for image in chain.from_iterable(sample["images"] for sample in values["samples"]):
             del image["thumbnail"]
         for name, counts in (("train", self.train), ("eval", self.eval)):
@@ -147,26 +172,31 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any, med
     prepared = prepare(section, tokenizer, media)
     way = MicroBatching.of(_chosen(training), section, prepared.layout)
     sizes = Sizes.of(prepared.train, way)
-    lengths, locations = (prepared.train[column][:] for column in ("length", "place"))
+    lengths, places, names = (prepared.train[column][:] for column in ("length", "place", "source"))
+    rows, tokens = Counter(names), Counter[str]()
+    for name, length in zip(names, lengths, strict=True):
+        tokens[name] += length
+    segments = sizes.segments or [(length,) for length in sizes.lengths]
     return Inspection(
         fingerprint=fingerprint.of(tokenizer),
         train=prepared.train_counts,
         eval=prepared.eval_counts,
-        longest_place=locations[longest_first(sizes.lengths)[0]],
-        sources=_sources(prepared.train["source"][:], lengths),
-        lengths=_bins(sizes.lengths),
-        batch_size=training.batch_size,
-        micro_batch=training.micro_batch,
-        micro_batch_tokens=training.micro_batch_tokens,
-        batchings=_batchings(
-            sizes.segments or [(length,) for length in sizes.lengths], prepared.layout, training, section, sizes.areas
+        rows=TrainingRows(
+            longest_place=places[longest_first(sizes.lengths)[0]],
+            sources=tuple(SourceCounts(name, rows[name], tokens[name]) for name in rows),
+            lengths=_bins(sizes.lengths),
         ),
-        worst_batch=worst_batches(sizes, way, training.batch_size, "the data's rows")[0],
+        batches=Batches(
+            batch_size=training.batch_size,
+            micro_batch=training.micro_batch,
+            micro_batch_tokens=training.micro_batch_tokens,
+            batchings=_batchings(segments, prepared.layout, training, section, sizes.areas),
+            worst_batch=worst_batches(sizes, way, training.batch_size, "the data's rows")[0],
+        ),
         samples=_samples(prepared, tokenizer),
         warning=prepared.warning,
         judges=prepared.judges,
-        separator=section.separator,
-        as_chat=_as_chat(section, prepared, tokenizer),
+        plain_text=PlainText(section.separator, _as_chat(section, prepared, tokenizer)),
         splits=prepared.splits,
     )
 
@@ -230,15 +260,6 @@ def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat
         return None
     other_format = {} if section.format == form else {"data.format": form}
     return AsChat({"data.columns": columns, **other_format}, _sample(location, encoded.segments[0], tokenizer, None))
-
-
-def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[SourceCounts, ...]:
-    rows: Counter[str] = Counter()
-    tokens: Counter[str] = Counter()
-    for name, length in zip(names, lengths, strict=True):
-        rows[name] += 1
-        tokens[name] += length
-    return tuple(SourceCounts(name, rows[name], tokens[name]) for name in rows)
 
 
 def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:

@@ -114,22 +114,22 @@ def _facts(data: Inspection) -> dict[str, str]:
     if splits := words.splits(data.splits):
         shown["splits"] = splits
 
-    if data.worst_batch.packed:
+    if data.batches.worst_batch.packed:
         at_once = "packed"
-    elif data.micro_batch_tokens:
-        at_once = f"micro-batches of at most {words.count(data.micro_batch_tokens)} tokens"
-    elif data.micro_batch == "auto":
+    elif data.batches.micro_batch_tokens:
+        at_once = f"micro-batches of at most {words.count(data.batches.micro_batch_tokens)} tokens"
+    elif data.batches.micro_batch == "auto":
         at_once = "micro-batch is auto: counted as one"
     else:
-        at_once = f"micro-batch {words.count(data.micro_batch)}"
-    shown["batch"] = f"{words.count(data.batch_size)} rows a step, {at_once}"
-    shown["largest batch"] = f"{words.batch(data.worst_batch)}; the longest row is {data.longest_place}"
+        at_once = f"micro-batch {words.count(data.batches.micro_batch)}"
+    shown["batch"] = f"{words.count(data.batches.batch_size)} rows a step, {at_once}"
+    shown["largest batch"] = f"{words.batch(data.batches.worst_batch)}; the longest row is {data.rows.longest_place}"
 
     if data.warning:
         shown["evaluation set"] = data.warning
     elif data.eval and not data.judges:
         shown["evaluation set"] = words.TOO_FEW_TO_JUDGE
-    if prompts := words.prompts(data.separator, data.train, data.eval):
+    if prompts := words.prompts(data.plain_text.separator, data.train, data.eval):
         shown["prompts"] = prompts
     for name, counts in _splits(data).items():
         if counts.dropped:
@@ -163,7 +163,7 @@ def _sources_table(data: Inspection) -> printing.Cells:
     rows = [
         (source_name(source.name), words.count(source.rows), words.count(source.tokens),
          words.share(source.tokens / data.train.tokens))
-        for source in data.sources
+        for source in data.rows.sources
     ]  # fmt: skip
     return ("source", "rows", "tokens", "of all tokens"), rows
 
@@ -176,18 +176,18 @@ def _batchings_table(data: Inspection) -> printing.Cells:
     rows = [
         (batching.name, words.share(batching.padding_share), words.count(batching.steps),
          words.count(batching.micro_batches), size(batching), "configured" if batching.configured else "")
-        for batching in data.batchings
+        for batching in data.batches.batchings
     ]  # fmt: skip
     return ("batching", "padding", "steps", "passes", "micro-batch", ""), rows
 
 
 def _lengths(data: Inspection) -> list[tuple[str, float, str, str]]:
     """(range of lengths, fraction of the longest bar, rows, share of all rows) for each bin."""
-    most = max(these.rows for these in data.lengths)
+    most = max(these.rows for these in data.rows.lengths)
     return [
         (f"{words.count(these.first)} to {words.count(these.last)}", these.rows / most, words.count(these.rows),
          words.share(these.rows / data.train.rows))
-        for these in data.lengths
+        for these in data.rows.lengths
     ]  # fmt: skip
 
 
@@ -224,10 +224,10 @@ def _further(sample: Sample) -> str:
 def _together(data: Inspection) -> Iterator[list[tuple[str, Sample]]]:
     """The first rows with their captions; if all are plain text, the first once more in the chat template."""
     yield from together(data.samples, [*data.train.segments])
-    if data.as_chat:
-        changes = " and ".join(f"`{key}: {inline(value)}`" for key, value in data.as_chat.changes.items())
-        caption = f"{_caption(data.as_chat.sample)}, if {changes} made the rows turns of the chat template"
-        yield [(caption, data.as_chat.sample)]
+    if as_chat := data.plain_text.as_chat:
+        changes = " and ".join(f"`{key}: {inline(value)}`" for key, value in as_chat.changes.items())
+        caption = f"{_caption(as_chat.sample)}, if {changes} made the rows turns of the chat template"
+        yield [(caption, as_chat.sample)]
 
 
 def together(samples: Sequence[Sample], names: Sequence[str]) -> Iterator[list[tuple[str, Sample]]]:

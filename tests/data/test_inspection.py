@@ -19,7 +19,7 @@ from finetune.config import Config, DataSection, TrainingSection
 from finetune.data import fingerprint
 from finetune.data.batching import MicroBatching, Sizes, worst_batches
 from finetune.data.encoded import ONE_SEQUENCE
-from finetune.data.inspection import Bin, Inspection, SourceCounts, _batchings, _bins, _pieces, _sources, inspect
+from finetune.data.inspection import Bin, Inspection, SourceCounts, _batchings, _bins, _pieces, inspect
 from finetune.storage.records import TokenText
 
 Make = Callable[..., Any]
@@ -133,15 +133,15 @@ def test_both_splits_are_counted_with_their_supervised_share(look, tmp_path: Pat
 def test_the_longest_row_is_named_by_its_location(look) -> None:
     """FAULTS 13: one row of 100k tokens is found before training."""
     found = look([text(3), text(3), text(4), text(50_000)], max_length=200_000)
-    assert found.longest_place.endswith("rows.jsonl:4")
-    assert found.train.longest == found.worst_batch.tokens == 100_000
+    assert found.rows.longest_place.endswith("rows.jsonl:4")
+    assert found.train.longest == found.batches.worst_batch.tokens == 100_000
 
 
 def test_the_worst_batch_is_that_of_the_forecast(look, tokenizer: Any) -> None:
     lengths = [6, 10, 4, 8, 8]
     found = look([text(length // 2) for length in lengths], TrainingSection(batch_size=4, micro_batch=2))
     sizes = Sizes(lengths, [length - 1 for length in lengths])
-    assert found.worst_batch == worst_batches(sizes, MicroBatching(2), 2, "the data's rows")[0]
+    assert found.batches.worst_batch == worst_batches(sizes, MicroBatching(2), 2, "the data's rows")[0]
     assert found.fingerprint == fingerprint.of(tokenizer)
 
 
@@ -162,10 +162,13 @@ def test_bins_grow_with_the_lengths() -> None:
     )  # fmt: skip
 
 
-def test_rows_and_tokens_are_counted_by_source() -> None:
-    assert _sources(["corpus/", "more.csv", "corpus/"], [1, 20, 300]) == (
-        SourceCounts("corpus/", 2, 301), SourceCounts("more.csv", 1, 20)
-    )  # fmt: skip
+def test_rows_and_tokens_are_counted_by_source(tmp_path: Path, tokenizer: Any) -> None:
+    first = tmp_path / "corpus"
+    first.mkdir()
+    write_rows(first / "rows.jsonl", [text(1), text(150)])
+    second = write_rows(tmp_path / "more.jsonl", [text(10)])
+    found = inspect(DataSection(train=[str(first), str(second)], eval="none"), TrainingSection(), tokenizer)
+    assert found.rows.sources == (SourceCounts(str(first), 2, 302), SourceCounts(str(second), 1, 20))
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -186,7 +189,7 @@ def test_the_padding_is_that_of_training(quick: Callable[..., Config]) -> None:
         tokens = sum(line["tokens"] for line in lines)
         places = sum(round(line["tokens"] / (1 - line["padding_share"])) for line in lines)
         found = finetune.inspect_data(config).inspection
-        [configured] = [batching for batching in found.batchings if batching.configured]
+        [configured] = [batching for batching in found.batches.batchings if batching.configured]
         assert tokens == found.train.tokens
         assert configured.steps == len(lines)
         assert configured.padding_share == pytest.approx(1 - tokens / places)
@@ -235,6 +238,6 @@ def test_padding_is_the_difference_of_the_lengths_in_a_micro_batch() -> None:
 def test_padding_is_that_of_the_whole_batch_while_the_micro_batch_is_auto(look) -> None:
     rows = [text(words) for words in range(1, 30)]
     auto, whole = (look(rows, TrainingSection(batch_size=8, micro_batch=micro)) for micro in ("auto", 8))
-    assert auto.micro_batch == "auto"
-    assert auto.batchings == whole.batchings
-    assert auto.worst_batch == whole.worst_batch
+    assert auto.batches.micro_batch == "auto"
+    assert auto.batches.batchings == whole.batches.batchings
+    assert auto.batches.worst_batch == whole.batches.worst_batch

@@ -16,7 +16,7 @@ from rich.console import Console
 import finetune
 from finetune.data.batching import LargestBatch
 from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts, Traits
-from finetune.data.inspection import AsChat, Batching, Bin, Inspection, SourceCounts
+from finetune.data.inspection import AsChat, Batches, Batching, Bin, Inspection, PlainText, SourceCounts, TrainingRows
 from finetune.report.data_view import DataView
 from finetune.storage.records import Sample, TokenText
 
@@ -35,21 +35,17 @@ AFFECTED = [Affected(f"rows.jsonl:{line}", "truncated", TOO_LONG, 2000) for line
 
 def inspection(**changes: Any) -> Inspection:
     """1,000 rows of two files, grouped by length, and one of them as the model sees it."""
+    batchings = (
+        Batching("grouped by length", {"training.group_by_length": True}, True, 0.0125, 63, 126),
+        Batching("shuffled", {"training.group_by_length": False}, False, 0.4, 63, 126),
+    )
+    sources = SourceCounts("rows.jsonl", 600, 150_000), SourceCounts("more.csv", 400, 50_000)
     found = Inspection(
         fingerprint="0123456789abcdef" * 4,
         train=Counts(rows=1000, tokens=200_000, trained_tokens=50_000, longest=300, affected=AFFECTED),
         eval=Counts(rows=20, tokens=4000, trained_tokens=2000, longest=250),
-        longest_place="rows.jsonl:17",
-        sources=(SourceCounts("rows.jsonl", 600, 150_000), SourceCounts("more.csv", 400, 50_000)),
-        lengths=(Bin(129, 192, 400), Bin(193, 256, 0), Bin(257, 384, 600)),
-        batch_size=16,
-        micro_batch=8,
-        micro_batch_tokens=None,
-        batchings=(
-            Batching("grouped by length", {"training.group_by_length": True}, True, 0.0125, 63, 126),
-            Batching("shuffled", {"training.group_by_length": False}, False, 0.4, 63, 126),
-        ),
-        worst_batch=LargestBatch(8, 300, True, 900, "the data's rows"),
+        rows=TrainingRows("rows.jsonl:17", sources, (Bin(129, 192, 400), Bin(193, 256, 0), Bin(257, 384, 600))),
+        batches=Batches(16, 8, None, batchings, LargestBatch(8, 300, True, 900, "the data's rows")),
         samples=(sample(("<s>", False), ("Hi", False), ("\n", False), (" one", True), ("</s>", True)),),
     )
     return dataclasses.replace(found, **changes)
@@ -123,8 +119,12 @@ def test_batch_largest_batch_longest_row_and_fingerprint_are_shown() -> None:
     assert "batch          16 rows a step, micro-batch 8" in lines
     assert "largest batch  8 rows x 300 tokens, padded; the longest row is rows.jsonl:17" in lines
     assert f"fingerprint    {'0123456789abcdef' * 4} (tokenizer and template)" in lines
-    assert "micro-batch is auto: counted as one" in shown(inspection(micro_batch="auto"))
-    assert "16 rows a step, micro-batches of at most 4,096 tokens" in shown(inspection(micro_batch_tokens=4096))
+    batches = inspection().batches
+    auto, by_tokens = (
+        dataclasses.replace(batches, **changed) for changed in ({"micro_batch": "auto"}, {"micro_batch_tokens": 4096})
+    )
+    assert "micro-batch is auto: counted as one" in shown(inspection(batches=auto))
+    assert "16 rows a step, micro-batches of at most 4,096 tokens" in shown(inspection(batches=by_tokens))
 
 
 def test_the_answer_comes_first_and_dropped_rows_are_shown_with_their_locations_if_there_are_any() -> None:
@@ -164,7 +164,8 @@ def test_the_middle_of_a_long_row_is_replaced_by_its_length() -> None:
 
 def test_a_row_of_plain_text_is_shown_through_the_chat_template_as_well() -> None:
     columns = {"data.columns": {"instruction": "<b>\x1b", "output": "a, b"}, "data.format": "auto"}
-    found = inspection(as_chat=AsChat(columns, sample(("<|user|>", False), ("so", True), place="rows.jsonl:9")))
+    as_chat = AsChat(columns, sample(("<|user|>", False), ("so", True), place="rows.jsonl:9"))
+    found = inspection(plain_text=PlainText(as_chat=as_chat))
     said = (
         """rows.jsonl:9: 2 tokens, 1 trained, if `data.columns: {instruction: "<b>\\e", output: 'a, b'}` and """
         "`data.format: auto` made the rows turns of the chat template"

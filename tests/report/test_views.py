@@ -43,7 +43,9 @@ HOSTILE = '\x1b[2J\x07\x9b\u202e[bold]é日\u200b"><img src=//example.org/x><scr
 def data(_: RunDirectory) -> View:
     hostile = sample((HOSTILE, True), (HOSTILE, False), place=HOSTILE)
     sources = (SourceCounts(HOSTILE, 600, 150_000), SourceCounts("more.csv", 400, 50_000))
-    return DataView(inspection(samples=(hostile,), sources=sources, longest_place=HOSTILE))
+    found = inspection(samples=(hostile,))
+    rows = dataclasses.replace(found.rows, sources=sources, longest_place=HOSTILE)
+    return DataView(dataclasses.replace(found, rows=rows))
 
 
 def _forecast() -> Any:
