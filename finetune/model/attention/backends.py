@@ -38,24 +38,20 @@ def choose(
     than a layer's window. Raises MachineError if the named implementation cannot be used with this model on this
     device.
     """
-    implementation, reason = _choose(name, config, device, precision)
-    capability = _capability() if device == "cuda" else None
-    return _for_rows(implementation, config, precision, capability, packed, longest), reason
-
-
-def _choose(name: str, config: Any, device: str, precision: str) -> tuple[str, str]:
     if name != "auto":
-        attention = ATTENTIONS[name]
-        if obstacle := attention.missing(config, device, precision):
+        reason = "as configured"
+        if obstacle := ATTENTIONS[name].missing(config, device, precision):
             raise MachineError(f"`model.attention: {name}` cannot be used here: {obstacle}; set `auto`")
-        return attention.implementation, "as configured"
-    obstacles: list[str] = []
-    for candidate in _AUTO_ORDER:
-        obstacle = ATTENTIONS[candidate].missing(config, device, precision)
-        if obstacle is None:
-            return ATTENTIONS[candidate].implementation, "; ".join(obstacles) or "the fastest available"
-        obstacles.append(f"no {candidate}: {obstacle}")
-    raise AssertionError("eager attention has no requirement")
+    else:
+        obstacles: list[str] = []
+        for name in _AUTO_ORDER:  # the last, eager, has no requirement
+            obstacle = ATTENTIONS[name].missing(config, device, precision)
+            if obstacle is None:
+                break
+            obstacles.append(f"no {name}: {obstacle}")
+        reason = "; ".join(obstacles) or "the fastest available"
+    capability = _capability() if device == "cuda" else None
+    return _for_rows(ATTENTIONS[name].implementation, config, precision, capability, packed, longest), reason
 
 
 def planned(

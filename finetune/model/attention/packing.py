@@ -56,6 +56,15 @@ def places(lengths: Sequence[int], shared: Sequence[int] = (), device: Any = "cp
     key_starts = starts
     if any(before):
         key_starts = torch.tensor([0, *itertools.accumulate(seen)], dtype=torch.int32, device=device)
+    sizes: list[int] = []
+    order: list[int] = []
+    first = 0  # the part that the sequences of a row share
+    for length, sees, after in zip(lengths, before, [*before[1:], 0], strict=True):
+        if not sees:
+            first = len(sizes)
+        own = [after, length - after] if after and not sees else [length]
+        order += [*([first] if sees else []), *range(len(sizes), len(sizes) + len(own))]
+        sizes += own
     positions = [torch.arange(first, end, device=device) for first, end in zip(before, seen, strict=True)]
     number = torch.arange(len(lengths), dtype=torch.int32, device=device)
     return {
@@ -65,21 +74,8 @@ def places(lengths: Sequence[int], shared: Sequence[int] = (), device: Any = "cp
         "max_length_q": max(lengths),
         "max_length_k": max(seen),
         "seq_idx": number.repeat_interleave(starts.diff())[None],
-        **({"key_parts": _key_parts(lengths, before)} if any(before) else {}),
+        **({"key_parts": (tuple(sizes), tuple(order))} if any(before) else {}),
     }
-
-
-def _key_parts(lengths: Sequence[int], shared: Sequence[int]) -> KeyParts:
-    sizes: list[int] = []
-    order: list[int] = []
-    first = 0  # the part that the sequences of a row share
-    for length, before, after in zip(lengths, shared, [*shared[1:], 0], strict=True):
-        if not before:
-            first = len(sizes)
-        own = [after, length - after] if after and not before else [length]
-        order += [*([first] if before else []), *range(len(sizes), len(sizes) + len(own))]
-        sizes += own
-    return tuple(sizes), tuple(order)
 
 
 def whole(parts: KeyParts | None, tokens: torch.Tensor, dim: int) -> torch.Tensor:
@@ -114,15 +110,13 @@ def variant(implementation: str, config: Any, *, varlen: bool) -> str:
         raise MachineError(f"`data.packing`: {config.model_type} models {how}, which would mix packed rows; {REMEDY}")
     if implementation != "sdpa":
         return EAGER if implementation == "eager" else implementation
-    return VARLEN if varlen and _largest_head(config) <= 256 else EACH
-
-
-def _largest_head(config: Any) -> int:
+    if not varlen:
+        return EACH
     sizes = [size for size in catalog.values(config, "head_dim") if size]
-    if sizes:
-        return int(max(sizes))
-    hidden, heads = (catalog.values(config, name) for name in ("hidden_size", "num_attention_heads"))
-    return max(size // count for size, count in zip(hidden, heads, strict=True))
+    if not sizes:
+        hidden, heads = (catalog.values(config, name) for name in ("hidden_size", "num_attention_heads"))
+        sizes = [size // count for size, count in zip(hidden, heads, strict=True)]
+    return VARLEN if max(sizes) <= 256 else EACH  # the largest head of the kernel
 
 
 def windowed(implementation: str, config: Any, longest: int, *, varlen: bool) -> str:
@@ -151,16 +145,16 @@ def _beyond(name: str) -> int:
 def known(inputs: dict[str, Any]) -> Iterator[None]:
     """In the block, transformers takes from here whether the micro-batch `inputs` is packed, not from its positions."""
     packed = len(inputs.get("cu_seq_lens_q", ())) > 2
+
+    def row_numbers(positions: torch.Tensor) -> torch.Tensor | None:
+        """The row index of each token, from where positions (1, tokens) restart."""
+        return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1) if packed else None
+
     with (
-        patches.PACKED_INDICES.by(_row_numbers if packed else lambda positions: None),
+        patches.PACKED_INDICES.by(row_numbers),
         patches.PACKED_SEQUENCE.by(lambda position_ids, batch_size: False),
     ):
         yield
-
-
-def _row_numbers(positions: torch.Tensor) -> torch.Tensor:
-    """The row index of each token, from where positions (1, tokens) restart."""
-    return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
 
 
 def mixes_otherwise(config: Any) -> str | None:
@@ -185,8 +179,13 @@ def register() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import eager_mask, sdpa_mask
 
+    def causal_mask(length: int, query: torch.Tensor) -> torch.Tensor:
+        """For eager attention, which has no flag for it: (1, 1, length, length)."""
+        at = torch.arange(length, device=query.device)
+        return windows.additive((at[:, None] - at[None, :] >= 0)[None, None], query.dtype)
+
     sdpa = _by_row(lambda module: sdpa_attention_forward, lambda length, query: None)
-    eager = _by_row(eager_of, _causal_mask)
+    eager = _by_row(eager_of, causal_mask)
     for name in _FLASH:
         AttentionInterface.register(name, _with_shared_keys)
     for name, attention, mask in (
@@ -276,12 +275,6 @@ def _after(first: int, parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def _lengths(starts: torch.Tensor) -> list[int]:
     return [end - start for start, end in itertools.pairwise(starts.tolist())]
-
-
-def _causal_mask(length: int, query: torch.Tensor) -> torch.Tensor:
-    """For eager attention, which has no flag for it: (1, 1, length, length)."""
-    at = torch.arange(length, device=query.device)
-    return windows.additive((at[:, None] - at[None, :] >= 0)[None, None], query.dtype)
 
 
 def eager_of(module: Any) -> Callable[..., Any]:

@@ -34,9 +34,15 @@ def apply(model: Any, section: MemorySection, device_type: str, copies_to_host: 
 
     `copies_to_host` are those of a trace (`offload.Offload`).
     """
+
+    def forget_state(module: Any, *_: Any) -> None:
+        """RecurrentGemma keeps the last state for the next token, and with it the graph of all that was recomputed."""
+        if module.training:
+            module.recurrent_states = None
+
     for module in model.modules():
         if hasattr(module, "recurrent_states"):
-            module.register_forward_hook(_forget_state)
+            module.register_forward_hook(forget_state)
     if section.checkpointing in ("none", 0):
         return
     decoder = layers(model)
@@ -80,12 +86,6 @@ class _Checkpointed:
         function = function if torch.compiler.is_compiling() else keeping.recomputed(function)
         with self.copies or contextlib.nullcontext():
             return checkpoint(function, *inputs, use_reentrant=False, **contexts)
-
-
-def _forget_state(module: Any, args: Any, output: Any) -> None:
-    """RecurrentGemma keeps the last state for the next token, and with it the graph of all that was recomputed."""
-    if module.training:
-        module.recurrent_states = None
 
 
 def choose(model: Any, chosen: Sequence[str]) -> None:

@@ -125,17 +125,13 @@ def _policy(
     if name in overwritten:
         keeps = False
     elif name in _ATTENTION:
-        keeps = ATTENTION in kinds and not _drops_out(_ATTENTION[name], args, named)
+        # Dropout draws random numbers, which a recomputation must draw again for later ones to agree.
+        index = _ATTENTION[name]
+        dropout = index is not None and (args[index] if len(args) > index else named.get("dropout_p", 0.0))
+        keeps = ATTENTION in kinds and not dropout
     else:
         keeps = PRODUCTS in kinds and name in _PRODUCTS
         if keeps:
             inputs, outputs = _PRODUCTS[name](args)
             keeps = inputs * _OUTPUTS_PER_INPUT >= outputs
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _drops_out(index: int | None, args: Any, named: Any) -> bool:
-    """Whether attention draws random numbers, which its recomputation must draw again for later ones to agree."""
-    if index is None:
-        return False
-    return bool(args[index] if len(args) > index else named.get("dropout_p", 0.0))
