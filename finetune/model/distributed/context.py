@@ -80,8 +80,25 @@ def split(model: Any, group: ProcessGroup | None) -> Iterator[None]:
     def forward(*args: Any, fused_lm_head: bool = False, **batch: Any) -> Any:
         if not fused_lm_head:
             return plain(*args, **batch)
-        mask = _of_whole_rows(make_mask, batch.get("attention_mask"), group.size())
+        padding, rank, size = batch.get("attention_mask"), dist.get_rank(group), group.size()
+        assert batch["input_ids"].shape[1] % size == 0, "the collator pads rows to a multiple"
+
+        def mask(
+            *args: Any, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **options: Any
+        ) -> Any:
+            """transformers' mask function, called with the lengths of slices, for whole rows."""
+            whole = None if attention_mask is None or padding is None else padding.bool()
+            return make_mask(
+                *args, q_length=size * q_length, kv_length=size * kv_length, attention_mask=whole, **options
+            )
+
         find, places = masking_utils.find_packed_sequence_indices, batch["position_ids"]
+        # This rank's slice of the inputs of each token, and of the label that each token predicts.
+        batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+        mine = {
+            name: value.chunk(size, dim=1)[rank] if isinstance(value, Tensor) and value.dim() == 2 else value
+            for name, value in batch.items()
+        }
         # A mixture's load-balancing loss is computed over the tokens of all slices.
         balances = getattr(base.config.get_text_config(), "output_router_logits", False)
         balanced = patches.BALANCING_LOSS.by(functools.partial(_balancing_loss, group))
@@ -90,7 +107,7 @@ def split(model: Any, group: ProcessGroup | None) -> Iterator[None]:
             patches.PACKED_INDICES.by(lambda _: find(places)),
             balanced if balances else contextlib.nullcontext(),
         ):
-            return plain(*args, fused_lm_head=True, row_group=group, **_mine(batch, group))
+            return plain(*args, fused_lm_head=True, row_group=group, **mine)
 
     # transformers has no eager attention in its table, where it would be each model's own.
     attention = _exchanging(ALL_ATTENTION_FUNCTIONS.get(name))
@@ -99,27 +116,6 @@ def split(model: Any, group: ProcessGroup | None) -> Iterator[None]:
         patches.CAUSAL_MODEL_FORWARD.by(forward, base),
     ):
         yield
-
-
-def _mine(batch: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
-    """This rank's slice of the inputs of each token, and of the label that each token predicts."""
-    rank, size = dist.get_rank(group), group.size()
-    assert batch["input_ids"].shape[1] % size == 0, "the collator pads rows to a multiple"
-    following = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
-    return {
-        name: value.chunk(size, dim=1)[rank] if isinstance(value, Tensor) and value.dim() == 2 else value
-        for name, value in {**batch, "shift_labels": following}.items()
-    }
-
-
-def _of_whole_rows(make: Callable[..., Any], padding: Tensor | None, size: int) -> Callable[..., Any]:
-    """transformers' mask function, called in a pass over slices, for whole rows; `padding` (rows, tokens) is theirs."""
-
-    def mask(*args: Any, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **options: Any) -> Any:
-        whole = None if attention_mask is None or padding is None else padding.bool()
-        return make(*args, q_length=size * q_length, kv_length=size * kv_length, attention_mask=whole, **options)
-
-    return mask
 
 
 def _balancing_loss(

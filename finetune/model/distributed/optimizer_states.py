@@ -46,8 +46,15 @@ def restore(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[str, Any]
     """Give each weight its states, with the dtype, device and paging of each. Raises ValueError if they do not fit."""
     if isinstance(optimizer, Optimizer8bit):
         _restore_bitsandbytes(optimizer, states)
-    else:
-        _restore_torch(optimizer, states)
+        return
+    # torch restores devices, but casts states to their weight's dtype, so the original dtype is restored after it.
+    numbered = {number: dict(values) for number, values in enumerate(states) if values}
+    optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
+    for weight, values in zip(parameters(optimizer), states, strict=True):
+        made = optimizer.state[weight] if values else {}
+        for key, value in values.items():
+            if isinstance(value, Tensor) and made[key].dtype != value.dtype:
+                made[key] = value.to(made[key].device)
 
 
 def make_empty(optimizer: Optimizer8bit) -> None:
@@ -81,14 +88,3 @@ def _restore_bitsandbytes(optimizer: Optimizer8bit, states: Sequence[Mapping[str
                         f"{key} is {value.dtype} of {tuple(value.shape)} instead of {into.dtype} of {tuple(into.shape)}"
                     )
                 into.copy_(value)
-
-
-def _restore_torch(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[str, Any]]) -> None:
-    """torch restores devices, but casts states to their weight's dtype, so the original dtype is restored after it."""
-    numbered = {number: dict(values) for number, values in enumerate(states) if values}
-    optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
-    for weight, values in zip(parameters(optimizer), states, strict=True):
-        made = optimizer.state[weight] if values else {}
-        for key, value in values.items():
-            if isinstance(value, Tensor) and made[key].dtype != value.dtype:
-                made[key] = value.to(made[key].device)

@@ -158,8 +158,16 @@ class Sharding:
                 weight.data = shards.whole(weight.data)
             elif not isinstance(weight, DTensor):  # PEFT puts an adapter where it finds the shard
                 weight.data = weight.data.to(self.mesh.device_type)
-        for part in unit:
-            _refuse_copies(part)
+        for name, module in (named for part in unit for named in part.named_modules()):
+            if (
+                isinstance(module, nn.Linear)
+                and module.weight.is_floating_point()
+                and (len(module.weight) < module.out_features)
+            ):  # it is trained in full, and PEFT has copied the shard alone
+                raise ConfigError(
+                    f"`adapter.extra_modules`: `{name}` is in a sharded layer, where only adapters can be trained; "
+                    "remove it, or set `distributed.kind: ddp`"
+                )
         policy = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu") if self.offload else OffloadPolicy()
         fully_shard(unit, mesh=self.mesh, reshard_after_forward=not keep_whole, offload_policy=policy)
         return cast(FSDPModule, unit[0])
@@ -204,20 +212,6 @@ def _check(model: Any) -> None:
         raise ConfigError(
             "`distributed.kind: fsdp` cannot shard experts in 4 bit; set `ddp`, or `quantization.kind: none`"
         )
-
-
-def _refuse_copies(unit: nn.Module) -> None:
-    """Raise ConfigError for a module that is trained in full: of its weight PEFT has copied the shard alone."""
-    for name, module in unit.named_modules():
-        if (
-            isinstance(module, nn.Linear)
-            and module.weight.is_floating_point()
-            and (len(module.weight) < module.out_features)
-        ):
-            raise ConfigError(
-                f"`adapter.extra_modules`: `{name}` is in a sharded layer, where only adapters can be trained; remove "
-                "it, or set `distributed.kind: ddp`"
-            )
 
 
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -345,16 +339,14 @@ class Sharded(OneProcess):
         return described, on_main
 
     def restore_optimizer(self, states: Sequence[Mapping[str, Any]]) -> None:
-        super().restore_optimizer(
-            [
-                {key: self._part(parameter, key, value) for key, value in values.items()} if parameter.numel() else {}
-                for parameter, values in zip(self.weights, states, strict=True)
-            ]
-        )
-
-    def _part(self, parameter: nn.Parameter, key: str, whole: Any) -> Any:
-        shards = self._shards_of_state(parameter, key) if isinstance(whole, Tensor) else None
-        return shards.mine(whole) if shards else whole
+        parts: list[dict[str, Any]] = []
+        for parameter, values in zip(self.weights, states, strict=True):
+            part: dict[str, Any] = {}
+            for key, value in values.items() if parameter.numel() else ():
+                shards = self._shards_of_state(parameter, key) if isinstance(value, Tensor) else None
+                part[key] = shards.mine(value) if shards else value
+            parts.append(part)
+        super().restore_optimizer(parts)
 
     def _shards_of_state(self, parameter: nn.Parameter, key: str) -> Shards | None:
         """The division of an optimizer's state; None for one that all ranks have in common."""
