@@ -65,7 +65,13 @@ def _architecture(section: ModelSection, listed: bool) -> Any:
         return _as_configured(catalog.config(section.name), section)
     architecture = hub_call(f"model `{section.name}`", lambda: _known(section, AutoConfig.from_pretrained))
     _refuse_kernels(architecture, section.name)
-    _refuse_several_texts(architecture)
+    try:
+        architecture.get_text_config()
+    except ValueError:  # a composite model that reads one text and writes another, such as MusicGen
+        raise ConfigError(
+            f"`model.name`: a model of type `{architecture.model_type}` has several models of text in it, none of them "
+            "a language model by itself; use a decoder"
+        ) from None
     if section.weights == "pretrained":
         prequantized.refuse(section, architecture)
     if getattr(architecture, "rescale_every", 0):
@@ -119,17 +125,6 @@ def _refuse_kernels(architecture: Any, name: str) -> None:
                     f"{name}: its config.json asks for the kernel {kernel!a} (`{key}`), code from the hub that "
                     "no revision pins; remove that line"
                 )
-
-
-def _refuse_several_texts(architecture: Any) -> None:
-    """Raise ConfigError for a composite model that reads one text and writes another, such as MusicGen."""
-    try:
-        architecture.get_text_config()
-    except ValueError:
-        raise ConfigError(
-            f"`model.name`: a model of type `{architecture.model_type}` has several models of text in it, none of them "
-            "a language model by itself; use a decoder"
-        ) from None
 
 
 def load_base(
@@ -226,18 +221,9 @@ def from_safetensors(name: str, *, whole: bool = False, **arguments: Any) -> Any
         _refuse_kernels(arguments["config"], name)
     if os.path.isdir(name):
         identity.refuse_parts_of_checkpoint(Path(name))
-    with _checked_files(name):
-        known = composite.loader(arguments["config"], whole=whole)
-        return known.from_pretrained(name, use_safetensors=True, **arguments)
-
-
-@contextlib.contextmanager
-def _checked_files(name: str) -> Iterator[None]:
-    """Check each weight file after transformers has located it (locally or in the hub's cache) and before it is read.
-
-    `use_safetensors` is not enough: an index may name pickles or other folders, and config.json an `adapter_model.bin`
-    (transformers 5.23, `_get_resolved_checkpoint_files`, `get_checkpoint_shard_files`).
-    """
+    # Each file is checked after transformers has located it (locally or in the hub's cache) and before it is read.
+    # `use_safetensors` is not enough: an index may name pickles or other folders, and config.json may name an
+    # `adapter_model.bin` (transformers 5.23, `_get_resolved_checkpoint_files`, `get_checkpoint_shard_files`).
     find = patches.CHECKPOINT_FILES.value
 
     def find_and_check(*positional: Any, **named: Any) -> Any:
@@ -252,8 +238,9 @@ def _checked_files(name: str) -> Iterator[None]:
             weight_files.check(Path(file))
         return files, index
 
+    known = composite.loader(arguments["config"], whole=whole)
     with patches.CHECKPOINT_FILES.by(find_and_check):
-        yield
+        return known.from_pretrained(name, use_safetensors=True, **arguments)
 
 
 def refuse_not_finite(section: ModelSection) -> None:

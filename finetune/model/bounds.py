@@ -90,7 +90,9 @@ def within_positions(config: Config, architecture: Any) -> tuple[dict[str, Any],
         return {
             "data.max_length": known
         }, f"data.max_length: lowered from {length} to {known}, the positions of `{name}`"
-    if _is_bounded(config.model, architecture):
+    text = architecture.get_text_config()
+    computes_positions = getattr(text, "rope_parameters", None) or getattr(text, "alibi", False)
+    if not computes_positions and table_size(weightless(config.model, architecture)) is not None:
         raise ConfigError(
             f"`data.max_length`: {length} is more than the {known} positions of `{name}`; set it to {known}"
         )
@@ -98,13 +100,6 @@ def within_positions(config: Config, architecture: Any) -> tuple[dict[str, Any],
         f"`data.max_length` {length} is above the {known} positions that `{name}` was made for: quality may "
         "drop on longer rows"
     )
-
-
-def _is_bounded(model: ModelSection, architecture: Any) -> bool:
-    text = architecture.get_text_config()
-    if getattr(text, "rope_parameters", None) or getattr(text, "alibi", False):
-        return False
-    return table_size(weightless(model, architecture)) is not None
 
 
 def table_size(model: Any) -> int | None:

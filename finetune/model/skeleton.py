@@ -114,9 +114,8 @@ def weightless_base(
         from finetune.model.structure import quantizers
 
         quantizers.prepare(model, quantization_config, published)
-        _types_as_loaded(model, dtype)
         keep_training_layout(model)
-    _keep_in_float32(model, dtype)
+    _cast_as_loaded(model, dtype)
     model.config.use_cache = False
     return model.eval()
 
@@ -128,32 +127,37 @@ def _code_arguments(architecture: Any, remote_code: str | None) -> dict[str, Any
     """
     known = catalog.model_class(architecture)
     if not remote_code and known is None:
-        raise ConfigError(_not_a_language_model(architecture))
+        text = architecture.get_text_config().model_type
+        what = f"`model.name`: transformers has no causal language model of type `{architecture.model_type}`"
+        if text == architecture.model_type or architecture.is_encoder_decoder:
+            raise ConfigError(f"{what}; use a decoder")
+        raise ConfigError(
+            f"{what}, which is for more than text, and its text model, of type `{text}`, is not taken out of it here; "
+            "use a base that is published for text alone"
+        )
     if known is not None and not known.__module__.startswith("transformers."):
         return {}  # the code of this revision ran before, and transformers knows its class since
     return {"trust_remote_code": True, "code_revision": remote_code} if remote_code else {"trust_remote_code": False}
 
 
 def _remember_forms(model: Any, kind: str, published: Mapping[str, Any] | None) -> None:
-    """Remember the form of each weight of a base of mixed forms, which recipes choose by the number of all layers."""
+    """Remember the form of each weight of a base of mixed forms, which recipes choose by the number of all layers.
+
+    Raises ArtifactError for a form that a GGUF file's folder says a weight is in, and that it cannot be in.
+    """
     if kind in RECIPES:
         from finetune.model.structure import quantizers
 
         remember(model, quantizers.recipe_of(model, kind))
     if kind == "gguf" and published:
-        remember(model, _forms_of_file(model, published["modules_to_convert"]))
-
-
-def _forms_of_file(model: Any, forms: Mapping[str, str]) -> Mapping[str, str]:
-    """`forms`, which a GGUF file's folder says its weights are in. Raises ArtifactError for one that cannot be."""
-    weights = model.state_dict()
-    for name, form in forms.items():
-        if name not in weights or weights[name].shape[-1] % FORMS[form].codec.blocks.columns:
-            raise ArtifactError(
-                f"`model.name`: its config.json says that {shortened(name, 60)!a} is in {form}, as no such weight "
-                "can be; remove its folder, which is then made again of the GGUF file"
-            )
-    return forms
+        forms, weights = published["modules_to_convert"], model.state_dict()
+        for name, form in forms.items():
+            if name not in weights or weights[name].shape[-1] % FORMS[form].codec.blocks.columns:
+                raise ArtifactError(
+                    f"`model.name`: its config.json says that {shortened(name, 60)!a} is in {form}, as no such weight "
+                    "can be; remove its folder, which is then made again of the GGUF file"
+                )
+        remember(model, forms)
 
 
 def _made(architecture: Any, **arguments: Any) -> Any:
@@ -169,17 +173,6 @@ def _made(architecture: Any, **arguments: Any) -> Any:
         ) from error
 
 
-def _not_a_language_model(architecture: Any) -> str:
-    text = architecture.get_text_config().model_type
-    what = f"`model.name`: transformers has no causal language model of type `{architecture.model_type}`"
-    if text == architecture.model_type or architecture.is_encoder_decoder:
-        return f"{what}; use a decoder"
-    return (
-        f"{what}, which is for more than text, and its text model, of type `{text}`, is not taken out of it here; use "
-        "a base that is published for text alone"
-    )
-
-
 def give_layers(model: Any) -> None:
     """Make `model.base_model` the model without its head if the class names an attribute for it that does not exist.
 
@@ -193,10 +186,12 @@ def give_layers(model: Any) -> None:
         vars(model)[model.base_model_prefix] = inner[0]  # not a submodule, or there would be two
 
 
-def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
-    """Cast bitsandbytes' layers, which are created in float32, to the model's dtype, as loading weights does.
+def _cast_as_loaded(model: Any, dtype: torch.dtype) -> None:
+    """Give weights the dtypes that loading gives them in a model of `dtype`.
 
-    A weight is dequantized to the dtype it was quantized from (bitsandbytes 0.50, `QuantState.dtype`).
+    bitsandbytes' layers are created in float32, and a weight is dequantized to the dtype it was quantized from
+    (bitsandbytes 0.50, `QuantState.dtype`). Unquantized weights that the model names as too sensitive for `dtype` are
+    in float32; a name is a part of the weight's (transformers 5.23, `_get_dtype_plan` and `build_glob_alternation`).
     """
     import bitsandbytes as bnb
 
@@ -205,15 +200,6 @@ def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
             module.weight.data = module.weight.data.to(dtype)
             if module.bias is not None:
                 module.bias = nn.Parameter(module.bias.to(dtype), requires_grad=False)
-
-
-def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Cast the unquantized weights that a model names as too sensitive for `dtype`, as transformers does on loading.
-
-    A name is a part of the weight's (transformers 5.23, `_get_dtype_plan` and `build_glob_alternation`).
-    """
-    import bitsandbytes as bnb
-
     in_16_bit, in_fp16 = catalog.float32_modules(model)
     named = set(in_16_bit if dtype in (torch.float16, torch.bfloat16) else ())
     named |= set(in_fp16 if dtype is torch.float16 else ())
