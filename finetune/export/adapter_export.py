@@ -58,27 +58,23 @@ def check(job: ExportRequest) -> None:
             f"{job.run.path} trained every weight and has no adapter: {job.run.merged} is the whole model. Export "
             "`merged` or `gguf` instead"
         )
-    if why := _why_not_plain(job):
+    in_gguf, why = held_base.wanted(job), ""
+    base = build.weightless(job.config.model, job.architecture)
+    if in_gguf and adapter.adapted_experts(base, section):
+        why = "its base is served as a GGUF file, and llama.cpp takes no adapter on experts (`adapter.expert_rank: 0`)"
+    elif obstacle := plain_form.obstacle(
+        section, base, job.architecture.model_type,
+        stored=None if job.config.model.weights == "random" else identity.stored_names(job.config.model),
+        largest_rank=None if in_gguf else serving.RUNTIMES[serving.runtime_of(job.config.output)].largest_rank,
+    ):  # fmt: skip
+        why = obstacle.why
+    if why:
         raise ConfigError(
             f"the adapter of {job.run.path} has no form for other programs: {why}. Export `merged` or `gguf` instead; "
             f"PEFT reads {job.run.adapter} as it is"
         )
-    if held_base.wanted(job):
+    if in_gguf:
         held_base.check(job)
-
-
-def _why_not_plain(job: ExportRequest) -> str | None:
-    """The reason why vLLM, SGLang and llama.cpp cannot load the run's adapter; None if they can."""
-    section, in_gguf = job.config.adapter, held_base.wanted(job)
-    base = build.weightless(job.config.model, job.architecture)
-    if in_gguf and adapter.adapted_experts(base, section):
-        return "its base is served as a GGUF file, and llama.cpp takes no adapter on experts (`adapter.expert_rank: 0`)"
-    obstacle = plain_form.obstacle(
-        section, base, job.architecture.model_type,
-        stored=None if job.config.model.weights == "random" else identity.stored_names(job.config.model),
-        largest_rank=None if in_gguf else serving.RUNTIMES[serving.runtime_of(job.config.output)].largest_rank,
-    )  # fmt: skip
-    return obstacle.why if obstacle else None
 
 
 @dataclass(frozen=True)
@@ -363,7 +359,8 @@ def plain(adapted: Any) -> Pairs:
         missing = rank - layer.r["default"]
         down = layer.lora_A["default"].weight.detach().float().cpu()
         up = layer.lora_B["default"].weight.detach().float().cpu() * layer.scaling["default"]
-        pairs[name] = _padded(down, rows=missing), _padded(up, columns=missing)
+        pad = torch.nn.functional.pad
+        pairs[name] = pad(down, (0, 0, 0, missing)).contiguous(), pad(up, (0, missing)).contiguous()
     return pairs
 
 
@@ -371,10 +368,6 @@ def _layers(adapted: Any) -> dict[str, Any]:
     """The adapted layers of a PeftModel by their names in its base."""
     modules = adapted.get_base_model().named_modules()
     return {name: module for name, module in modules if isinstance(module, LoraLayer) and module.lora_A}
-
-
-def _padded(matrix: torch.Tensor, rows: int = 0, columns: int = 0) -> torch.Tensor:
-    return torch.nn.functional.pad(matrix, (0, columns, 0, rows)).contiguous()
 
 
 def write(

@@ -14,7 +14,7 @@ from finetune.config.serving import VLLM_RANKS
 def commands(name: str, folder: Path, base: str, record: dict[str, Any], *, scores: bool = False) -> dict[str, str]:
     """Command lines by program for the export `name` in `folder`; `record` is its export.json.
 
-    Of a model that `scores` sequences, the line prints what one text is given.
+    For a model that `scores` sequences, the command prints the scores of one text.
     """
     called = folder.absolute().parent.name
     if scores:

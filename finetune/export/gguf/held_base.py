@@ -61,10 +61,10 @@ def packed_of(job: Conversion, base: Any) -> HeldWeights:
 
 
 def write(job: Conversion, base: Any, folder: Path) -> tuple[Path, HeldWeights, list[str]]:
-    """Write `base`, as training holds it, to a file in a new `folder`; with its weights and llama.cpp's differences. A
-    base that is a GGUF file is not written again.
+    """Write `base`, as training holds it, to a file in a new `folder`; returns the file, the weights in it and
+    llama.cpp's known differences. A base that is a GGUF file is not written again.
 
-    Raises as `packed_of`.
+    Raises what `packed_of` raises.
     """
     kind, packed_ones = job.config.quantization.kind, packed_of(job, base)
     if kind == "gguf":
