@@ -228,7 +228,7 @@ def _validate(
     else:
         broken += _ignored(config, choices or {})
     if not broken and config.output.way != "auto":  # `auto` is decided once the base is known
-        config, _ = serving.resolved(config)
+        config = config.changed(serving.consequences(config.output, config.quantization.kind)[0])
     return config, [f"{locations.of(tuple(key.split('.')))}: `{key}`: {message}" for key, message in broken]
 
 

@@ -54,7 +54,7 @@ SERVING = tuple(
     for name, runtime in serving.RUNTIMES.items()
     if {*serving.SERVED} - {*runtime.reads}
 )  # fmt: skip
-"""Rules that hold before anything follows from what is served (`serving.resolved`)."""
+"""Rules that hold before anything follows from what is served (`serving.consequences`)."""
 
 _WITH_MODULES = but([], ["score"])
 """Not the head for scores, which training such a model adds by itself."""
@@ -305,15 +305,16 @@ def contradictions(
     """
     config = config.changed(changes or {})
     broken = [(rule.key, rule.message) for rule in SERVING if rule.broken(config)]
-    broken += serving.contradictions(config, without_adapter=without_adapter)
-    resolved = config if broken else serving.resolved(config)[0]
-    rules = [rule for rule in RULES if rule.broken(resolved)]
+    broken += serving.contradictions(config.output, config.quantization, without_adapter=without_adapter)
+    if not broken:
+        config = config.changed(serving.consequences(config.output, config.quantization.kind)[0])
+    rules = [rule for rule in RULES if rule.broken(config)]
     of_serving = {rule.key for rule in rules if rule.other == "output.way"}
     # The kind follows from what is served: advice to set another would lead nowhere.
     broken += [
         (rule.key, rule.message) for rule in rules if not (rule.other == "quantization.kind" and rule.key in of_serving)
     ]
-    broken += _other_checks(resolved, of_serving)
+    broken += _other_checks(config, of_serving)
     return list(dict.fromkeys(broken))
 
 

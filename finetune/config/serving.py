@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.field_types import Help
-from finetune.config.sections import Config, OutputSection
+from finetune.config.sections import OutputSection, QuantizationSection
 from finetune.forms import ALONE, FORMS, WITH_ADAPTERS_AS_PUBLISHED
 
 _SERVED = sorted((form for form in FORMS.values() if form.is_served), key=lambda form: not form.recipe)
@@ -100,27 +100,30 @@ class Followed:
         return f"output.serve: {self.serve} for {self.runtime} as {WAYS[self.way].words} ({self.why}){held}"
 
 
-def resolved(config: Config, obstacle: str | None = None) -> tuple[Config, Followed | None]:
-    """`config` with a runtime, a way and the kind of quantization that follow from `output.serve`; and a note on them.
+def consequences(
+    output: OutputSection, kind: str, obstacle: str | None = None
+) -> tuple[dict[str, Any], Followed | None]:  # fmt: skip
+    """The changes of a config that follow from `output.serve`: a runtime, a way and the kind of quantization, `kind` so
+    far; and a note on them.
 
     `obstacle` says why the base, once it is known, cannot be served beside an adapter; `auto` is then `rounded`.
     """
-    if config.output.serve is None:
-        return config, None
-    serve, runtime, way = config.output.serve, runtime_of(config.output), config.output.way
+    if output.serve is None:
+        return {}, None
+    serve, runtime, way = output.serve, runtime_of(output), output.way
     without = without_adapters(runtime, serve) or obstacle
     if way == "auto":
         way = "rounded" if without else "adapter"
     why = (way == "rounded" and without) or "as asked"
     if way == "adapter":
         why = f"{runtime} takes adapters on {serve}"
-    changes: dict[str, object] = {"output.runtime": runtime, "output.way": way}
-    kind = kind_of(serve)
-    if config.quantization.kind == "gguf" and serve in GGUF:  # a saved config of a base that is served itself
-        kind = "gguf"
-    if way != "rounded":
-        changes |= {"quantization.kind": kind, "quantization.double": True}
-    return config.changed(changes), Followed(serve, runtime, way, why, None if way == "rounded" else kind)
+    changes: dict[str, Any] = {"output.runtime": runtime, "output.way": way}
+    if way == "rounded":
+        return changes, Followed(serve, runtime, way, why, None)
+    is_file = kind == "gguf" and serve in GGUF  # a saved config of a base that is served itself
+    held = "gguf" if is_file else kind_of(serve)
+    changes |= {"quantization.kind": held, "quantization.double": True}
+    return changes, Followed(serve, runtime, way, why, held)
 
 
 def kind_of(serve: str) -> str:
@@ -158,14 +161,16 @@ def export_of(output: OutputSection) -> str | None:
     return "merged" if output.serve == "16bit" else output.serve
 
 
-def contradictions(config: Config, *, without_adapter: bool = False) -> Iterator[tuple[str, str]]:
+def contradictions(
+    output: OutputSection, quantization: QuantizationSection, *, without_adapter: bool = False
+) -> Iterator[tuple[str, str]]:
     """(key, message with remedy) of each choice that excludes another beside `output.serve`; `without_adapter`: for a
     base that cannot be served beside one.
     """
-    serve, way, kind = config.output.serve, config.output.way, config.quantization.kind
+    serve, way, kind = output.serve, output.way, quantization.kind
     if serve is None:
         return
-    name = runtime_of(config.output)
+    name = runtime_of(output)
     runtime = RUNTIMES.get(name)
     if runtime is None or serve not in SERVED:  # refused by the fields themselves
         return
@@ -178,10 +183,10 @@ def contradictions(config: Config, *, without_adapter: bool = False) -> Iterator
             f"{with_adapters(serve)}",
         )
         return
-    given = "kind" in config.quantization.model_fields_set and kind not in ("auto", "published", "gguf")
+    given = "kind" in quantization.model_fields_set and kind not in ("auto", "published", "gguf")
     if not given:
         return
-    if resolved(config)[0].output.way == "rounded":
+    if consequences(output, kind)[0]["output.way"] == "rounded":
         if kind in GRIDS and not FORMS[kind].published:  # a published one is rounded from what it is
             as_adapter = ", or `output.way: adapter`" if serve in runtime.adapters and not without_adapter else ""
             yield (

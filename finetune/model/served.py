@@ -24,38 +24,37 @@ _THE_FILE = "set `output.serve: q4_k_m`, which serves the file itself"
 _ORIGINAL = "name its 16-bit original"
 
 
-def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
-    """`serving.resolved` as the base allows, and then `prequantized.resolved`, with their notes.
+def consequences(config: Config, architecture: Any) -> tuple[dict[str, Any], str | None]:
+    """`serving.consequences`, as the base allows, and their note.
 
-    Raises ConfigError for a base that cannot be served so, and as `prequantized.resolved`.
+    Raises ConfigError for a base that cannot be served so.
     """
-    way = on_experts = None
-    if config.output.serve is not None:
-        config, way = _with_way(config, architecture)
-    config, published = prequantized.resolved(config, architecture)
-    if config.quantization.kind == "gguf" and _ServedBase(config, architecture).adapts_experts:
-        on_experts = "adapter.expert_rank: llama.cpp takes no adapter on experts; set 0 to serve the file itself"
-    return config, "\n".join(filter(None, (way, published, on_experts))) or None
-
-
-def _with_way(config: Config, architecture: Any) -> tuple[Config, str | None]:
+    if config.output.serve is None:
+        return {}, None
     base, asked = _ServedBase(config, architecture), config.output.way
     base.check_form()
     beside = base.obstacle("adapter") if asked == "auto" else None
-    config, followed = serving.resolved(config, beside.why if beside else None)
-    way = config.output.way
+    changes, note = serving.consequences(config.output, config.quantization.kind, beside.why if beside else None)
+    way = changes["output.way"]
     if found := base.obstacle(way):
         if beside:
             found = Obstacle(f"{beside.why}, and {found.why}", (*beside.cures, *found.cures))
         raise ConfigError(f"`output.way`: {base.refusal(found, way)}")
     if beside:  # rules on the way just chosen, which were not checked on loading
-        for key, message in contradictions(config, without_adapter=True):
+        for key, message in contradictions(config, changes, without_adapter=True):
             raise ConfigError(f"`{key}`: {message}")
     if base.published == "gguf" and way == "adapter":
-        config = config.changed({"quantization.kind": "gguf"})
-        followed = followed and replace(followed, held="gguf, the file is what is served")
+        changes["quantization.kind"] = "gguf"
+        note = note and replace(note, held="gguf, the file is what is served")
     lost = base.loss_of(way)
-    return config, "\n".join(str(line) for line in (followed, lost) if line) or None
+    return changes, "\n".join(str(line) for line in (note, lost) if line) or None
+
+
+def note_on_experts(config: Config, architecture: Any) -> str | None:
+    """A note on adapters on experts of a base that is a GGUF file."""
+    if config.quantization.kind != "gguf" or not _ServedBase(config, architecture).adapts_experts:
+        return None
+    return "adapter.expert_rank: llama.cpp takes no adapter on experts; set 0 to serve the file itself"
 
 
 def _is_coarse(form: str | None) -> bool:

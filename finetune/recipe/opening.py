@@ -125,8 +125,7 @@ def confirm_base(job: Job, opened: Opened, inputs: JobInputs, model: Any) -> dic
     """
     config = job.config
     with ranks.agreeing():
-        if config.output.serve:
-            served.resolved(config, inputs.blueprint.architecture)
+        served.consequences(config, inputs.blueprint.architecture)
     base = identity.confirmed(config.model, inputs.provenance["base"], job.say)
     whole = {**_provenance(job, inputs), "base": base}
     provenance.refuse_other_ranks(whole)

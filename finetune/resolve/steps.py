@@ -15,7 +15,7 @@ from finetune.model import bounds, precision, served
 from finetune.model.base import load_architecture
 from finetune.model.build import blueprint
 from finetune.model.distributed import context
-from finetune.model.source import catalog
+from finetune.model.source import catalog, prequantized
 from finetune.model.source.locate import at_hand
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.quantization import changes_to
@@ -71,8 +71,12 @@ def form(job: Job) -> Job:
     """Hold the base in the form that is served or published."""
     if job.architecture is None:
         return job
-    config, note = served.resolved(job.config, job.architecture)
-    return replace(job, config=config).noting("output.serve", note)
+    changes, on_way = served.consequences(job.config, job.architecture)
+    job = job.changed(changes)
+    changes, on_form = prequantized.kept(job.config, job.architecture)
+    job = job.changed(changes)
+    notes = [on_way, on_form, served.note_on_experts(job.config, job.architecture)]
+    return job.noting("output.serve", "\n".join(filter(None, notes)) or None)
 
 
 def length(job: Job) -> Job:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from finetune.choices import CHOICES, load_config
 from finetune.cli.output import announce
 from finetune.config import Config, dump, values_of
-from finetune.config.serving import GRIDS, RUNTIMES, SERVED, resolved
+from finetune.config.serving import GRIDS, RUNTIMES, SERVED, consequences
 from finetune.errors import ConfigError
 from finetune.recipe import provenance
 from finetune.resolve import resolve
@@ -31,7 +31,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def chosen(config: Config) -> tuple[str | None, str, str]:
-    config, _ = resolved(config)
+    config = config.changed(consequences(config.output, config.quantization.kind)[0])
     return config.output.runtime, config.output.way, config.quantization.kind
 
 
@@ -66,7 +66,7 @@ def test_runtime_way_and_kind_follow_from_what_is_served(job: Path, overrides: s
     (unresolved := job.with_name("unresolved.yaml")).write_text(dump(config))
     assert chosen(load_config(unresolved)) == chosen(config), "as `launch` writes it for another machine"
     assert chosen(load_config(values_of(config))) == chosen(config)
-    again, _ = resolved(config)
+    again = config.changed(consequences(config.output, config.quantization.kind)[0])
     job.write_text(dump(again))
     assert chosen(load_config(job)) == chosen(config), "a run's own config says the same"
 
@@ -89,7 +89,8 @@ def test_a_line_says_what_was_chosen_and_why(job: Path) -> None:
         "ollama": " as one file, rounded after training (ollama takes no adapters at all)",
         "vllm": " as one file, rounded after training (vllm takes no adapters on q4_k_m)",
     }.items():
-        _, line = resolved(load_config(job, ["output.serve=q4_k_m", f"output.runtime={runtime}"]))
+        config = load_config(job, ["output.serve=q4_k_m", f"output.runtime={runtime}"])
+        _, line = consequences(config.output, config.quantization.kind)
         assert str(line) == f"output.serve: q4_k_m for {runtime}{said}"
 
 

@@ -32,12 +32,13 @@ from finetune.export import publish
 from finetune.export.gguf import gguf_export
 from finetune.extras.doctor import model_check, model_checks
 from finetune.forms import packed
-from finetune.model import build, served
+from finetune.model import build
 from finetune.model.base import load_architecture
 from finetune.model.source import gguf_base, gguf_families, identity
 from finetune.model.source.locate import locate
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import Terminal
+from finetune.resolve import resolve
 from finetune.storage import weight_files
 from tests.jobs import TINY, sampled
 
@@ -190,9 +191,9 @@ def test_experts_are_packed_in_the_bytes_of_the_file(name: str, kind: str, writt
     assert forms[f"{layer}.gate_up_proj"] == {"q8_0": "q8_0", "mxfp4": "gguf_mxfp4", "q4_k_m": "q4_k"}[kind]
     for quantization in ("published", "none"):
         job = load_config(TINY, [f"model.name={file}", f"quantization.kind={quantization}", "training.precision=fp32"])
-        config, note = served.resolved(job, architecture)
-        assert ("set 0 to serve the file itself" in str(note)) == (quantization == "published")
-        model = build.load(config, architecture, torch.device("cpu"))
+        resolved = resolve(job, until="form")
+        assert ("set 0 to serve the file itself" in str(resolved.notes)) == (quantization == "published")
+        model = build.load(resolved.config, architecture, torch.device("cpu"))
         for part, names in {"down_proj": ["down"], "gate_up_proj": ["gate", "up"]}.items():
             held = model.get_parameter(f"{layer}.{part}")
             held = packed.exact(held) if packed.packing_of(held) else held
@@ -519,14 +520,14 @@ def test_a_run_on_a_file_computes_with_its_values_and_is_merged(
 
 def test_a_file_is_served_itself_and_in_no_other_form(written: Any, tmp_path: Path) -> None:
     file = written()
-    architecture = load_architecture(ModelSection(name=str(file)))
 
-    def resolved(*serve: str) -> tuple[Any, str | None]:
-        return served.resolved(load_config(TINY, [f"model.name={file}", "output.merge=false", *serve]), architecture)
+    def resolved(*serve: str) -> tuple[Any, str]:
+        job = resolve(load_config(TINY, [f"model.name={file}", "output.merge=false", *serve]), until="form")
+        return job.config, job.notes["output.serve"]
 
     config, note = resolved("output.serve=q4_k_m")
     assert (config.quantization.kind, config.output.way) == ("gguf", "adapter")
-    assert str(note).endswith("quantization.kind: gguf, the file is what is served")
+    assert note.endswith("quantization.kind: gguf, the file is what is served")
     (saved := tmp_path / "saved.yaml").write_text(dump(config))
     assert load_config(saved) == config  # as later commands read it of a run
     with refusal(ConfigError, "`rounded`", "output.serve", "q4_k_m"):

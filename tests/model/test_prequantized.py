@@ -165,7 +165,8 @@ def test_a_forged_quantization_is_read_or_refused(form: str, kind: str, changed:
     job = {"model": {"name": "base"}, "quantization": {"kind": kind}, "data": {"train": "builtin:python_docs"}}
     try:
         prequantized.refuse(ModelSection(name="base"), architecture)
-        config, _ = prequantized.resolved(load_config(job), architecture)
+        config = load_config(job)
+        config = config.changed(prequantized.kept(config, architecture)[0])
         prequantized.main_form(architecture)
         skeleton.weightless_base(architecture, config.quantization, attention="sdpa", dtype=torch.bfloat16)
     except (ArtifactError, ConfigError) as error:

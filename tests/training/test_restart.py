@@ -263,8 +263,11 @@ def test_full_fine_tuning_keeps_float32_weights_that_bf16_would_round(quick) -> 
 def test_a_run_whose_base_was_held_for_another_way_to_serve_says_what_to_set(
     way: str, kind: str, runtime: str, cure: str, quick: Any
 ) -> None:
-    before, _ = serving.resolved(quick("output.serve=q4_0", f"output.way={way}", f"quantization.kind={kind}"))
-    config, _ = serving.resolved(quick("output.serve=q4_0", f"output.runtime={runtime}"))
+    def as_served(config: Config) -> Config:
+        return config.changed(serving.consequences(config.output, config.quantization.kind)[0])
+
+    before = as_served(quick("output.serve=q4_0", f"output.way={way}", f"quantization.kind={kind}"))
+    config = as_served(quick("output.serve=q4_0", f"output.runtime={runtime}"))
     run = RunDirectory(config.output.dir)
     run.create(before)
     with refusal(ConfigError, cure):

@@ -75,9 +75,9 @@ def requantizes(quantization: QuantizationSection, architecture: Any) -> bool:
     return quantization.kind != "none" and stated(architecture, quantization) is None
 
 
-def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
-    """`config` with the `quantization.kind` of its base in place of `published`, `auto` or a default, and a note if
-    that is not what it says.
+def kept(config: Config, architecture: Any) -> tuple[dict[str, Any], str | None]:
+    """The changes of `config` that keep its base in the form it is published in, for a `quantization.kind` that is
+    `published`, `auto` or a default; and a note if that is not what the config says.
 
     Raises ConfigError for a kind that needs the base in 16 bit, and for a key that excludes the published form.
     """
@@ -86,21 +86,20 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
         raise ConfigError(f"`quantization.kind`: {name} is not a GGUF file; set a kind to quantize it to")
     default = "kind" not in config.quantization.model_fields_set or kind == "auto"
     if kind != "published" and (published is None or kind in (published, "none")):
-        return config, None
+        return {}, None
     if kind != "published" and not default:
         if config.model.weights == "random":
-            return config, None
+            return {}, None
         raise ConfigError(
             f"`quantization.kind`: {name} is published in {METHODS[str(published)]}, which is not quantized again to "
             f"{kind}; set `published` to keep that form, or `none` to train on its values in 16 bit"
         )
-    config = config.changed({"quantization.kind": published or "none", "quantization.double": True})
-    for key, message in contradictions(config):
+    changes = {"quantization.kind": published or "none", "quantization.double": True}
+    for key, message in contradictions(config, changes):
         if "quantization.kind" in f"{key} {message}":
             raise ConfigError(f"`{key}`: {name} is published in {METHODS[str(published)]}: {message}")
-    if not default:
-        return config, None
-    return config, f"quantization.kind: {published}, the form that `{name}` is published in"
+    note = f"quantization.kind: {published}, the form that `{name}` is published in" if default else None
+    return changes, note
 
 
 def refuse(section: ModelSection, architecture: Any) -> None:
