@@ -198,15 +198,19 @@ class EvalLoss:
         )  # fmt: skip
 
 
-def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tuple[float, torch.Tensor]:
+def held_out_loss(
+    model: Any, tokenizer: Any, rows: Any, config: Config, way: MicroBatching | None = None,
+    batch_size: int | None = None,
+) -> tuple[float, torch.Tensor]:  # fmt: skip
     """Mean loss in nats per trained token outside training, with the run's precision and tile size; and its rows.
 
     Those are each row's (sum of the losses in nats, number of trained tokens), float64 (rows, 2), on the CPU; their
-    order depends on the rows and the config alone.
+    order depends on the rows, `way` and `batch_size` alone, by default those of the config.
     """
-    way = micro_batching(config)
+    way = way or micro_batching(config)
     way = replace(way, layout=replace(way.layout, values=()))  # such as a reference, which no token's loss needs
-    (total, count), by_row = _watched(model, tokenizer, rows, config, cross_entropy, _sums_by_row, way)
+    batch_size = batch_size or config.training.batch_size
+    (total, count), by_row = _watched(model, tokenizer, rows, config, cross_entropy, _sums_by_row, way, batch_size)
     return total / count, by_row
 
 
@@ -218,8 +222,8 @@ def held_out_sums(
 
     Of a row's micro-batch, `part` goes through the model.
     """
-    way, config = MicroBatching(1, layout=layout), config.changed({"training.batch_size": 1})
-    (total, count), _ = _watched(model, tokenizer, rows, config, loss, lambda *_: torch.zeros(0), way, part)
+    way = MicroBatching(1, layout=layout)
+    (total, count), _ = _watched(model, tokenizer, rows, config, loss, lambda *_: torch.zeros(0), way, 1, part)
     return total, count
 
 
@@ -230,11 +234,11 @@ def held_out_scores(
 
     Those are (rows, sequences, labels), in the order of `rows`, each of its sequence's last trained token.
     """
-    way = MicroBatching.of(config.training, config.data, objective.layout)
+    way, each = MicroBatching.of(config.training, config.data, objective.layout), config.training.batch_size
     (total, count), scores = _watched(
-        model, tokenizer, rows, config, objective.evaluated, lambda batch, outputs: outputs.logits.double(), way
+        model, tokenizer, rows, config, objective.evaluated, lambda batch, outputs: outputs.logits.double(), way, each
     )
-    order, each = [], config.training.batch_size
+    order: list[int] = []
     lengths = Sizes.of(rows, way).lengths
     for start in range(0, len(rows), each):
         order += [start + row for part in micro_batches(lengths[start : start + each], way) for row in part]
@@ -244,11 +248,11 @@ def held_out_scores(
 
 def _watched(
     model: Any, tokenizer: Any, rows: Any, config: Config, loss: Loss,
-    read: Callable[[Inputs, Any], torch.Tensor], way: MicroBatching,
+    read: Callable[[Inputs, Any], torch.Tensor], way: MicroBatching, batch_size: int,
     part: Callable[[Inputs], Inputs] = lambda inputs: inputs,
 ) -> tuple[list[float], torch.Tensor]:  # fmt: skip
     """The sum and count of `loss` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
-    training = config.training
+    precision = config.training.precision
     log_probs.attach(model)
     collate = MicroBatches(way, tokenizer.pad_token_id, media=media_of(config, tokenizer, model.config))
     by_row: list[torch.Tensor] = []
@@ -257,9 +261,9 @@ def _watched(
     )
     try:
         with without_cudnn_attention(), log_probs.tiles(config.memory.loss_tokens):
-            masked = needs_mask(model.config, training.precision, capability_of(model.device))
-            steps = ([*map(part, step)] for step in loader(rows, collate, training.batch_size))
-            summed = summed_loss(model, steps, precision=training.precision, masked=masked, loss=loss)
+            masked = needs_mask(model.config, precision, capability_of(model.device))
+            steps = ([*map(part, step)] for step in loader(rows, collate, batch_size))
+            summed = summed_loss(model, steps, precision=precision, masked=masked, loss=loss)
     finally:
         watching.remove()
     return summed.tolist(), torch.cat(by_row).cpu()

@@ -23,6 +23,7 @@ import numpy as np
 from finetune import recipe
 from finetune.config import AdapterSection, Config, TrainingSection
 from finetune.data import fingerprint, prepare
+from finetune.data.batching import MicroBatching
 from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, NumbersError, OutOfMemoryError, first_line
 from finetune.extras.sweeps import grid, halving
@@ -313,9 +314,9 @@ class _Sweep:
         model = adapter_files.load_adapter(base, weights, config.adapter)
         # The order of the rows must not depend on the member, nor on what fits it.
         first = self.members[0].config.training
-        same = {"training.batch_size": first.batch_size, "training.micro_batch_tokens": first.micro_batch_tokens}
-        in_order = config.changed({**same, "training.micro_batch": 1} if config.data.packing else same)
-        _, by_row = held_out_loss(model, self._tokenizer, self._data.eval, in_order)
+        tokens = first.micro_batch_tokens or (config.data.max_length if config.data.packing else None)
+        way = MicroBatching(1 if tokens else config.training.rows, tokens, config.data.packing)
+        _, by_row = held_out_loss(model, self._tokenizer, self._data.eval, config, way, first.batch_size)
         return by_row.numpy()
 
     def _table(self, unfinished: str = "") -> SweepTable:
