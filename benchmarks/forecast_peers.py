@@ -156,7 +156,7 @@ def model_states(job: Job) -> int:
 
     section = job.config
     linear = sum(layer.weight.numel() for layer in job.linears.values())
-    kept_bytes = base_dtype(section.adapter, section.training).itemsize
+    kept_bytes = base_dtype(section.adapter, section.training.precision).itemsize
     bits: float = 8 * kept_bytes
     if job.quantization != "none":
         bits = _BITS[job.quantization]

@@ -149,7 +149,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     mistaken = plain_peft.mistaken(adapted.get_base_model(), written.pairs)
     read = written.on(adapted.unload())
     # The products are summed in another order; the base is rounded to the same dtype in both.
-    roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training)]
+    roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training.precision)]
     logits = proof.logits(read, job.rows, job.compared.shown)
     result = job.compare("plain adapter", read, logits, trained, base_logits, roundoff)
     served = job.served(logits, trained, base_logits)
@@ -252,7 +252,7 @@ def _prove_in_gguf(
     number of its weights and of those that differ (None: not decoded), and what was not proven.
     """
     file, weights, differences = in_gguf
-    base = held_base.read(job, file, weights, base_dtype(job.config.adapter, job.config.training))
+    base = held_base.read(job, file, weights, base_dtype(job.config.adapter, job.config.training.precision))
     whole = base and written.on(base)
     counted = held_base.weights(job, file, weights, read=whole is not None)
     held: dict[str, Any] = {

@@ -38,6 +38,7 @@ from finetune.forecast.traced_engine import Traced, TracedEngine
 from finetune.model import build
 from finetune.model.adapters import adapter
 from finetune.model.attention import packing
+from finetune.model.base import base_dtype
 from finetune.model.distributed import context, optimizer_states
 from finetune.model.distributed.placement import Placement
 from finetune.model.probes.causality import needs_mask
@@ -228,19 +229,18 @@ class _TracedStep:
             return self.kept.shortened
 
         attention = "sdpa" if fused else setting.attention
-        self._fake = FakeModel(
-            build.blueprint(self._config, setting.architecture, attention), self._config.adapter, mode, recorder,
-            keep_layers, self._attach, self._measure,
-        )  # fmt: skip
+        config = self._config
+        dtype = base_dtype(config.adapter, self._precision)
+        blueprint = build.Blueprint(config.model, config.quantization, setting.architecture, attention, dtype)
+        self._fake = FakeModel(blueprint, config.adapter, mode, recorder, keep_layers, self._attach, self._measure)
         self._base, self._model, self._layers = self._fake.base, self._fake.model, self._fake.layers
         checkpointing.choose(self._base, self.kept.levels)
         self._repeatable: dict[Hashable, Trace] = {}
         self._computed_last: Inputs | None = None
 
     def _configure(self, config: Config) -> None:
-        if config.training.precision == "fp16":
-            # Sizes are those of bfloat16, and the CPU, on which this runs, has no loss scaling.
-            config = config.changed({"training.precision": "bf16"})
+        # Sizes in float16 are those of bfloat16, and the CPU, on which this runs, has no loss scaling.
+        self._precision = "bf16" if config.training.precision == "fp16" else config.training.precision
         self._config = config
         self._way = micro_batching(config, self._architecture)
         self._collator = MicroBatches(
@@ -357,9 +357,9 @@ class _TracedStep:
         self._step = Step(
             engine=self.engine,
             objective=objectives.of(config),
-            precision=config.training.precision,
+            precision=self._precision,
             max_grad_norm=config.training.max_grad_norm,
-            masked=needs_mask(self._model.config, config.training.precision, capability),
+            masked=needs_mask(self._model.config, self._precision, capability),
             device=torch.device("cpu"),
             monitor=TracedMonitor(self.recorder),
             noise=_TracedNoise(self._model, alpha, 0) if (alpha := config.training.neftune_noise_alpha) else None,
@@ -511,9 +511,7 @@ class _TracedStep:
     def evaluate(self, batch: LargestBatch, train: LargestBatch) -> None:
         """Evaluate one batch, beside the micro-batches of the step `train` that the loop still holds."""
         count = per_step(self._rows, self._way, train)
-        summed = functools.partial(
-            summed_loss, self._model, precision=self._config.training.precision, masked=self._step.masked
-        )
+        summed = functools.partial(summed_loss, self._model, precision=self._precision, masked=self._step.masked)
 
         def record() -> None:
             self.recorder.phase = "evaluation"
@@ -542,7 +540,7 @@ class _TracedStep:
             inputs = self._inputs(batch)
             with self._recording(), reference_scores.starting(self._model, self._config.adapter):
                 summed_loss(
-                    self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
+                    self._model, [[inputs]], precision=self._precision, masked=self._step.masked,
                     loss=reference_scores.scoring([]),
                 )  # fmt: skip
             del start
@@ -567,7 +565,7 @@ class _TracedStep:
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
         self.recorder.category = "activations"
-        casting = adapter.casts_by_autocast(self._model, self._config.adapter, self._config.training.precision)
+        casting = adapter.casts_by_autocast(self._model, self._config.adapter, self._precision)
         with casting, self.mode, self.recorder:
             yield
         self.recorder.layer = None

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
+from finetune.config import AdapterSection, ModelSection, QuantizationSection
 from finetune.config.field_types import shortened
 from finetune.errors import ArtifactError, ConfigError, NumbersError
 from finetune.model.attention import backends as attentions
@@ -35,9 +35,9 @@ from finetune.storage import weight_files
 TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def base_dtype(adapter: AdapterSection, training: TrainingSection) -> torch.dtype:
+def base_dtype(adapter: AdapterSection, precision: str) -> torch.dtype:
     """The dtype of unquantized base weights; without an adapter, that of trained weights."""
-    return TRAINED_DTYPES[adapter.dtype] if adapter.kind == "none" else PRECISIONS[training.precision].dtype
+    return TRAINED_DTYPES[adapter.dtype] if adapter.kind == "none" else PRECISIONS[precision].dtype
 
 
 def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:

@@ -93,7 +93,7 @@ LoadBase = Callable[[Blueprint, torch.device, Placement | None], Any]
 
 def blueprint(config: Config, architecture: Any, attention: str) -> Blueprint:
     """The blueprint of the job's base."""
-    dtype = base_dtype(config.adapter, config.training)
+    dtype = base_dtype(config.adapter, config.training.precision)
     return Blueprint(config.model, config.quantization, architecture, attention, dtype)
 
 

@@ -334,7 +334,7 @@ class _Files:
             adapter = events[-1]["start_from"]["sha256"] if config.adapter.start_from else None
             start = [config.adapter.model_dump(exclude={"start_from"}), adapter]
             start += [config.training.seed] if config.adapter.init != "default" else []
-        dtype = base_dtype(config.adapter, config.training)
+        dtype = base_dtype(config.adapter, config.training.precision)
         parts = [
             made["data"], made["base"], made["packages"], start, config.quantization.model_dump(), str(dtype),
             attention_of(model.config.get_text_config()), config.training.precision, config.fused,

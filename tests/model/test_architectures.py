@@ -68,7 +68,7 @@ def built(config: Config) -> Any:
     """The adapted model of a job, as training builds it."""
     architecture = base.load_architecture(config.model)
     implementation, _ = backends.choose("auto", architecture, "cpu", config.training.precision)
-    dtype = base.base_dtype(config.adapter, config.training)
+    dtype = base.base_dtype(config.adapter, config.training.precision)
     model = base.load_base(
         config.model, config.quantization, architecture, attention=implementation, dtype=dtype, device=CPU
     )

@@ -71,7 +71,7 @@ def write(job: Conversion, base: Any, folder: Path) -> tuple[Path, HeldWeights, 
         return Path(job.config.model.name), packed_ones, []
     folder.mkdir()
     if kind == "none":  # in 16 bit: the type of the training, or for one in float32 that of the base's files
-        dtype = base_dtype(job.config.adapter, job.config.training)
+        dtype = base_dtype(job.config.adapter, job.config.training.precision)
         kind = gguf_model.SIXTEEN_BIT.get(dtype) or gguf_model.stored_type(_source(job))
         kind = kind if kind in TYPES else "f16"
     file = folder / gguf_export.file_name(kind)
