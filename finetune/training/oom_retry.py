@@ -16,7 +16,7 @@ import json
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import DistError
@@ -171,8 +171,11 @@ class Retry:
                 return value
             start.restore()
             if row := self._make_smaller(step, failures):
-                # Frames of the failed pass are kept, for an allocator's snapshot.
-                self._give_up(step, row, error)
+                if step.engine.world_size > 1:
+                    error = StepOutOfMemoryError(row.reason, on_all_ranks=True)
+                assert error
+                self.report.give_up(error, row.inputs, **row.named(step))
+                raise error  # with the frames of the failed pass, for an allocator's snapshot
             del error  # its frames hold memory of the failed pass
             release()
 
@@ -207,13 +210,6 @@ class Retry:
                 return failure
             self.report.split(failure.inputs, **failure.named(step))
         return None
-
-    def _give_up(self, step: Step, row: _Failure, error: BaseException | None) -> NoReturn:
-        if step.engine.world_size > 1:
-            error = StepOutOfMemoryError(row.reason, on_all_ranks=True)
-        assert error
-        self.report.give_up(error, row.inputs, **row.named(step))
-        raise error
 
     def update(self, step: Step) -> None:
         """`Step.update`; if memory runs out before anything was changed, free memory and retry once."""

@@ -50,7 +50,14 @@ def _try_copy(config: Config, architecture: Any) -> None:
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
         ids, *_ = probes.rows(1, probes.TOKENS, model)
         probes.logits(model, input_ids=ids)
-        in_16_bit = _reloaded(model)
+        with tempfile.TemporaryDirectory(prefix="finetune-trial-") as folder:
+            libraries.save_model(model, folder)
+            section = ModelSection(name=folder)
+            # As merged models are loaded: some weights are not cast to bfloat16.
+            in_16_bit = load_base(
+                section, QuantizationSection(kind="none"), load_architecture(section),
+                attention="eager", dtype=torch.bfloat16, device=torch.device("cpu"),
+            )  # fmt: skip
     except Exception:  # models may raise anything, also for sizes that no published one has
         return
     model.requires_grad_(False)
@@ -61,14 +68,3 @@ def _try_copy(config: Config, architecture: Any) -> None:
     log_probs.attach(model)
     probe_table.run("scoring", copy)
     probe_table.run("saved", replace(copy, model=in_16_bit))
-
-
-def _reloaded(model: Any) -> Any:
-    """`model` in bfloat16 as it is loaded from files, which some weights are not cast for."""
-    with tempfile.TemporaryDirectory(prefix="finetune-trial-") as folder:
-        libraries.save_model(model, folder)
-        section = ModelSection(name=folder)
-        return load_base(
-            section, QuantizationSection(kind="none"), load_architecture(section),
-            attention="eager", dtype=torch.bfloat16, device=torch.device("cpu"),
-        )  # fmt: skip
