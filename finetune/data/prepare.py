@@ -130,16 +130,27 @@ def prepare(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> 
             warning = f"none: {one_prompt if isinstance(error, OnePrompt) else error}"
     if eval_counts and eval_counts.segments.keys() != train_counts.segments.keys():
         raise DataError(f"{where} and `data.eval` ({named(section.eval)}) have rows of different segments")
-    if not _teaches(train, tokenizer, scored=section.loss_on == "end"):
+    # The trained tokens of any row, or those before a scored one, must hold text. The first row usually does.
+    scored = section.loss_on == "end"
+    learnt = (
+        row["input_ids"] if scored else [label for label in row["labels"][1:] if label != IGNORE] for row in train
+    )
+    if not any(tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in learnt):
         raise DataError(
             f"{where} teaches nothing: the trained tokens of its {train_counts.rows} rows contain no text, only "
             "end-of-turn tokens and white space; check that the answers are not empty, and `data.format`"
         )
-    splits = tuple(
-        one if one.use == "none" else replace(one, rows=_rows_of(one.source, train if one.use == "train" else held_out))
-        for one in sources.split_uses(section)
-    )
-    return Prepared(train, held_out, train_counts, eval_counts, warning, media, splits)
+    splits = []
+    for use in sources.split_uses(section):
+        if use.use != "none":
+            import pyarrow.compute
+
+            rows, own = train if use.use == "train" else held_out, 0
+            if rows:
+                own = pyarrow.compute.sum(pyarrow.compute.equal(rows.table.column("source"), use.source)).as_py() or 0
+            use = replace(use, rows=own)
+        splits.append(use)
+    return Prepared(train, held_out, train_counts, eval_counts, warning, media, tuple(splits))
 
 
 def classes(section: DataSection) -> list[str]:
@@ -170,13 +181,6 @@ def classes(section: DataSection) -> list[str]:
     return labelled.in_order(names)
 
 
-def _rows_of(source: str, rows: RowTable | None) -> int:
-    """How many of the prepared rows are of `source`."""
-    import pyarrow.compute
-
-    return pyarrow.compute.sum(pyarrow.compute.equal(rows.table.column("source"), source)).as_py() or 0 if rows else 0
-
-
 def check_ids(data: Prepared, tokenizer: Any, size: int | None, base: str) -> None:
     """Raise ArtifactError if a row has a token id beyond the `size` embeddings of `base`."""
     import pyarrow.compute
@@ -205,39 +209,6 @@ def prepare_held_out(section: DataSection, tokenizer: Any, media: Media = TEXT_A
 HELD_OUT = "the evaluation set"
 
 
-def _first_held_out(
-    section: DataSection, tokenizer: Any, rows: int, tokens: int, media: Media = TEXT_ALONE
-) -> list[Segment]:
-    """The first held-out rows (else training rows), of one segment each, cut to `tokens` unless they show images: to
-    the first ones, or to the last ones of rows that are scored.
-
-    With a base that sees, rows with images and without take half of the places each, if there are as many.
-    """
-    examples = _held_out_examples(section, tokenizer, media)
-    if media:
-        shown: list[tuple[Row, Content]] = []
-        of_text: list[tuple[Row, Content]] = []
-        for row, content in itertools.islice(examples, _TRIED_ROWS):
-            (shown if _shows(content) else of_text).append((row, content))
-        examples = iter([*shown[: rows // 2], *of_text, *shown[rows // 2 :]])
-    else:
-        examples = itertools.islice(examples, rows)
-    segments: list[Segment] = []
-    for row, content in examples:
-        with located(row):
-            content = media.measured(content, row.folder)
-            segment = chat.encode(content, tokenizer, section.loss_on, section.control_tokens).segments[0]
-        if not segment.media:
-            # Of a scored row, the end matters.
-            segment = segment.cut(tokens, max(0, len(segment.input_ids) - tokens) if segment.scored else 0)
-        elif len(segment.input_ids) > section.max_length:  # left out in training as well
-            continue
-        segments.append(segment)
-        if len(segments) == rows:
-            break
-    return segments
-
-
 def _shows(content: Content) -> bool:
     return any(map(media_in, parts(content)))
 
@@ -255,19 +226,44 @@ def compared_rows(
     section: DataSection, tokenizer: Any, rows: int, tokens: int, note: Callable[[str], None],
     media: Media = TEXT_ALONE,
 ) -> ComparedRows:  # fmt: skip
-    """`_first_held_out` for the proof of an export; built-in rows if the rows are not here."""
-    if here := is_here(section):
+    """The first held-out rows (else training rows) for the proof of an export; built-in rows if the rows are not here.
+
+    Of one segment each, cut to `tokens` unless they show images: to the first ones, or to the last ones of rows that
+    are scored. With a base that sees, rows with images and without take half of the places each, if there are as many.
+    """
+    if is_here(section):
         name = HELD_OUT if holds_out(section, tokenizer, media) else "the training rows"
+        seeing = media
     else:
         note("the rows were given from Python and are not kept on disk: the built-in ones are compared instead")
         section = DataSection(
             chat_template=section.chat_template, control_tokens=section.control_tokens, loss_on=section.loss_on
         )
-        name = "the built-in rows"
-    segments = _first_held_out(section, tokenizer, rows, tokens, media if here else TEXT_ALONE)
-    shown = Shown(media, [segment.media for segment in segments])
+        name, seeing = "the built-in rows", TEXT_ALONE
+    examples = _held_out_examples(section, tokenizer, seeing)
+    if seeing:
+        shown: list[tuple[Row, Content]] = []
+        of_text: list[tuple[Row, Content]] = []
+        for row, content in itertools.islice(examples, _TRIED_ROWS):
+            (shown if _shows(content) else of_text).append((row, content))
+        examples = iter([*shown[: rows // 2], *of_text, *shown[rows // 2 :]])
+    else:
+        examples = itertools.islice(examples, rows)
+    segments: list[Segment] = []
+    for row, content in examples:
+        with located(row):
+            content = seeing.measured(content, row.folder)
+            segment = chat.encode(content, tokenizer, section.loss_on, section.control_tokens).segments[0]
+        if not segment.media:
+            # Of a scored row, the end matters.
+            segment = segment.cut(tokens, max(0, len(segment.input_ids) - tokens) if segment.scored else 0)
+        elif len(segment.input_ids) > section.max_length:  # left out in training as well
+            continue
+        segments.append(segment)
+        if len(segments) == rows:
+            break
     ids, labels = ([getattr(segment, part) for segment in segments] for part in ("input_ids", "labels"))
-    return ComparedRows(ids, labels, shown, name)
+    return ComparedRows(ids, labels, Shown(media, [segment.media for segment in segments]), name)
 
 
 def is_here(section: DataSection) -> bool:
@@ -414,19 +410,6 @@ def _held_out(preparation: Preparation) -> tuple[Any, Counts]:
             f"{counts.dropped} dropped); set `data.eval` to a file, a larger `data.eval_share`, or `data.eval: none`"
         )
     return held_out, counts
-
-
-def _teaches(rows: Any, tokenizer: Any, *, scored: bool) -> bool:
-    """Whether the trained tokens of any row, or those before a scored one, contain text. The first row usually does, so
-    this is fast.
-    """
-    return any(
-        tokenizer.decode(
-            row["input_ids"] if scored else [label for label in row["labels"][1:] if label != IGNORE],
-            skip_special_tokens=True,
-        ).strip()
-        for row in rows
-    )
 
 
 def check_columns(section: DataSection) -> None:

@@ -128,8 +128,17 @@ class LocalFiles(SourceKind):
     def files(self, source: str, split: str) -> list[Path]:
         found = _local_splits(source)
         files = sorted(file for name in splits.chosen(found, split, source) for file in found[name]) if found else []
-        if os.path.isdir(source):
-            _refuse_missing_parts(files)
+        parts: dict[tuple[str, ...], set[str]] = {}  # the numbers of the shards of each set in a folder
+        for file in files if os.path.isdir(source) else ():
+            if part := _PART.match(file.name):
+                its = (str(file.parent), part["name"], part["parts"], part["ending"])
+                parts.setdefault(its, set()).add(part["number"])
+        for (folder, name, several, ending), numbers in parts.items():
+            if len(numbers) < int(several):
+                raise DataError(
+                    f"{folder}: only {len(numbers):,} of {int(several):,} files {name}…-of-{several}{ending} are here; "
+                    "download the others, or select files by a list or a pattern"
+                )
         return files
 
     def by_split(self, source: str, *, fetch: bool) -> dict[str, list[Path]]:
@@ -192,7 +201,15 @@ def no_files(source: str) -> str | None:
         return f"{source}: expected a file ending in {endings()}"
     if glob.has_magic(source):
         return f"{source}: matches no file ending in {endings()}"
-    return None if is_of_hub(source) else f"{source}: no such file or folder{_nearest(Path(source))}"
+    if is_of_hub(source):
+        return None
+    folder = Path(source).parent
+    if not folder.is_dir():
+        return f"{source}: no such file or folder; the folder {folder} does not exist either"
+    known: list[str] = []
+    with contextlib.suppress(OSError):  # the folder may not be readable
+        known = sorted(str(file) for file in folder.iterdir() if reader(file))
+    return f"{source}: no such file or folder" + (f"; {nearest(str(Path(source)), known)}" if known else "")
 
 
 def is_of_hub(source: str) -> bool:
@@ -260,20 +277,6 @@ def _below(folder: Path) -> list[Path]:
     return paths
 
 
-def _refuse_missing_parts(files: list[Path]) -> None:
-    """Raise DataError if some shards of a set such as `train-00000-of-00005.parquet` are missing."""
-    there: dict[tuple[str, ...], set[str]] = {}
-    for file in files:
-        if reader(file) and (part := _PART.match(file.name)):
-            there.setdefault((str(file.parent), part["name"], part["parts"], part["ending"]), set()).add(part["number"])
-    for (folder, name, parts, ending), numbers in there.items():
-        if len(numbers) < int(parts):
-            raise DataError(
-                f"{folder}: only {len(numbers):,} of {int(parts):,} files {name}…-of-{parts}{ending} are here; "
-                "download the others, or select files by a list or a pattern"
-            )
-
-
 def _is_hidden(name: str) -> bool:
     return name.startswith(".") or any(fnmatch.fnmatch(name, pattern) for pattern in _BESIDE_ROWS)
 
@@ -298,12 +301,3 @@ def _fetched(name: str) -> Any:
         raise MachineError(f"data set `{name}` cannot be downloaded from the hub: {first_line(error)}{local}") from None
     except (ValueError, RuntimeError) as error:  # RuntimeError: a data set script, which is not run
         raise DataError(f"data set `{name}`: {first_line(error)}") from None
-
-
-def _nearest(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"; the folder {path.parent} does not exist either"
-    known: list[str] = []
-    with contextlib.suppress(OSError):  # the folder may not be readable
-        known = sorted(str(file) for file in path.parent.iterdir() if reader(file))
-    return f"; {nearest(str(path), known)}" if known else ""
