@@ -78,7 +78,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
         {
             "finetune.data.batching": "RowOrder.__iter__ MicroBatching.of MicroBatching.capacity micro_batches",
             "finetune.data.encoded": "lengths_of segments_of",
-            "finetune.training.collator": "MicroBatches.__call__ MicroBatches.micro_batch split first_row _rows "
+            "finetune.training.collator": "MicroBatches.__call__ MicroBatches.micro_batch halved first_row _rows "
             "_packed_rows",
             "finetune.training.oom_retry": "Limit.parts Limit.lower Retry.forward_backward Retry.update "
             "StepStart.restore UpdateStart.undo",

@@ -171,8 +171,8 @@ def _padded(parts: Sequence[np.ndarray], shape: Sequence[int], none: float) -> t
     return _tensor(whole)
 
 
-def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
-    """Split a micro-batch in two, each padded to its own longest row; None for a single row."""
+def halved(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
+    """The halves of a micro-batch, each padded to its own longest row; None for a single row."""
     rows = row_count(inputs)
     if rows == 1:
         return None

@@ -27,7 +27,7 @@ from finetune.model.distributed import optimizer_states
 from finetune.runtime import libraries, ranks
 from finetune.runtime.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
 from finetune.runtime.randomness import RandomState
-from finetune.training.collator import Inputs, first_row, micro_batching, row_count, split, tokens_a_row
+from finetune.training.collator import Inputs, first_row, halved, micro_batching, row_count, tokens_a_row
 from finetune.training.step import LossCount, Step
 
 
@@ -51,13 +51,13 @@ class Limit:
         for inputs in micro_batches:
             positions, pixels = _positions(inputs), _pixels(inputs)
             too_large = any(positions >= most[0] and pixels >= most[1] for most in self._too_large)
-            halves = split(inputs) if too_large else None
+            halves = halved(inputs) if too_large else None
             parts += self.parts(halves) if halves else [inputs]
         return parts
 
     def lower(self, inputs: Inputs) -> bool:
         """Record that `inputs`, one of `parts`, does not fit; False if it is a single row."""
-        if split(inputs) is None:
+        if halved(inputs) is None:
             return False
         self._too_large.append((_positions(inputs), _pixels(inputs)))
         return True

@@ -25,7 +25,7 @@ from finetune.model.recompute import checkpointing
 from finetune.runtime import libraries
 from finetune.runtime.out_of_memory import StepOutOfMemoryError
 from finetune.storage.rundir import RunDirectory, checkpoint_step
-from finetune.training.collator import Inputs, split
+from finetune.training.collator import Inputs, halved
 from finetune.training.loop import Loop
 from finetune.training.oom_retry import Limit
 from finetune.training.step import Step
@@ -94,7 +94,7 @@ def test_nothing_of_the_failed_pass_remains(checkpointed: Loop, where: str, size
     """Bit by bit what the halves of the last micro-batch give from the start, dropout included."""
     loop = checkpointed
     *fit, batch = sorted(micro_batches(loop, ROWS, size), key=lambda part: part["input_ids"].numel())
-    expected_loss, expected = gradients(loop, [*fit, *split(batch)])
+    expected_loss, expected = gradients(loop, [*fit, *halved(batch)])
     with out_of_memory(loop, where, batch["input_ids"].numel() - 1) as refused:
         loss, found = gradients(loop, [*fit, batch])
     assert len(refused) == 1

@@ -30,7 +30,7 @@ from finetune.objectives import log_probs, supervised
 from finetune.objectives.preference import PAIRS
 from finetune.storage.rundir import RunDirectory
 from finetune.training import largest_batch
-from finetune.training.collator import Inputs, MicroBatches, cannot_share, first_row, split
+from finetune.training.collator import Inputs, MicroBatches, cannot_share, first_row, halved
 from finetune.training.loop import Loop
 
 
@@ -118,7 +118,7 @@ def test_a_step_is_collated_to_shared_prompts_and_split_between_rows(job) -> Non
     loop = ready(job("model.name=builtin:tiny-llama"))
     assert "key_parts" in micro_batches(loop, range(8), 8)[0]
     whole = collated(loop, list(range(8)))
-    halves = split(whole)
+    halves = halved(whole)
     assert halves is not None
     for half, rows in zip(halves, (range(4), range(4, 8)), strict=True):
         again = collated(loop, list(rows))

@@ -17,7 +17,7 @@ from finetune.data.encoded import IGNORE, MEDIA, MEDIA_SIZES, RowImage, RowLayou
 from finetune.data.vision import FAMILIES, Vision
 from finetune.objectives.kto import LABELLED
 from finetune.objectives.preference import PAIRS
-from finetune.training.collator import Idle, Inputs, MicroBatches, first_row, split
+from finetune.training.collator import Idle, Inputs, MicroBatches, first_row, halved
 
 Held = tuple[list[int], list[int]]
 """The tokens of a row, and the labels of all but the first, which has no predecessor: no batch predicts it."""
@@ -82,7 +82,7 @@ def test_each_half_of_a_split_is_padded_to_its_own_longest_row_and_the_first_has
     lengths: tuple[int, ...], shapes: list[tuple[int, int]]
 ) -> None:
     rows = [{"input_ids": [1] * length, "labels": [1] * length} for length in lengths]
-    halves = split(MicroBatches(MicroBatching(8), PAD).micro_batch(rows))
+    halves = halved(MicroBatches(MicroBatching(8), PAD).micro_batch(rows))
     assert halves is not None
     assert [tuple(half["input_ids"].shape) for half in halves] == shapes
 
@@ -107,7 +107,7 @@ def test_a_micro_batch_splits_into_two_that_hold_its_rows_in_order(
     for inputs in MicroBatches(way, PAD)(rows_of(step)):
         whole = held(inputs)
         assert first_row(inputs) == [whole[0][0]]
-        halves = split(inputs)
+        halves = halved(inputs)
         if len(whole) == 1:
             assert halves is None
             continue

@@ -14,7 +14,7 @@ from traces import events
 
 from finetune.data.batching import LargestBatch, MicroBatching
 from finetune.errors import ConfigError
-from finetune.training.collator import Inputs, MicroBatches, split
+from finetune.training.collator import Inputs, MicroBatches, halved
 from finetune.training.noise import Noise, noise_like
 
 CHANNELS, ALPHA = 64, 5.0
@@ -67,7 +67,7 @@ def test_a_row_has_the_same_noise_alone_padded_packed_and_after_a_split() -> Non
     assert torch.equal(padded[len(SHORT) :], torch.zeros(len(LONG) - len(SHORT), CHANNELS)), "none on padding"
     [packed] = noise_of(collated(LONG, SHORT, packed=True))
     torch.testing.assert_close(packed[len(LONG) :], alone)
-    halves = split(collated(LONG, SHORT))
+    halves = halved(collated(LONG, SHORT))
     assert halves is not None
     torch.testing.assert_close(noise_of(halves[1])[0], alone)
     # Its length is that of the row, of which the bound is made, and not of the micro-batch.

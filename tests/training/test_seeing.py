@@ -35,7 +35,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import MODEL_INPUTS
 from finetune.storage.rundir import RunDirectory
 from finetune.training.batches import one_ahead
-from finetune.training.collator import Inputs, for_model, split
+from finetune.training.collator import Inputs, for_model, halved
 from finetune.training.loop import Loop
 
 pytestmark = pytest.mark.slow
@@ -126,7 +126,7 @@ def test_loss_and_gradients_are_those_of_plain_transformers_and_peft(
         loop = ready(config(folder, **{"model.vision": vision}))
     expected_loss, expected = of_plain_peft(folder, family, loop)
     whole = micro_batches(loop, range(6), 6)
-    halves = [half for part in whole for half in split(part) or (part,)]
+    halves = [half for part in whole for half in halved(part) or (part,)]
     assert len(halves) > len(whole)
     for parts in (whole, halves):
         loss, found = gradients(loop, parts)
