@@ -10,6 +10,7 @@ their own, weights can be joined, such as those of experts.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -84,20 +85,13 @@ def _read(stored: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None
 # -- in files ----------------------------------------------------------------------------------------------------------
 
 
-def _multiplied(scales: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The scales of a `Packing` from those of ModelOpt."""
-    return _with_factors(scales, factor, torch.ones_like(factor))
-
-
-def _divided(scales: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    """The scales of a `Packing` from those of compressed-tensors (`quantization/lifecycle/forward.py`)."""
-    return _with_factors(scales, torch.ones_like(divisor), divisor)
-
-
-def _with_factors(scales: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
-    if any(factor.numel() != 1 for factor in factors):
-        raise ValueError(f"the factor of its scales has the shape {list(factors[0].shape)}")
-    each = torch.cat([factor.float().reshape(1) for factor in factors]).view(torch.uint8)
+def _joined(scales: torch.Tensor, factor: torch.Tensor, *, divides: bool) -> torch.Tensor:
+    """The scales of a `Packing` from those of files, whose `factor` divides or multiplies them."""
+    if factor.numel() != 1:
+        raise ValueError(f"the factor of its scales has the shape {list(factor.shape)}")
+    own = factor.float().reshape(1)
+    both = (torch.ones_like(own), own) if divides else (own, torch.ones_like(own))
+    each = torch.cat(both).view(torch.uint8)
     return torch.cat((each.expand(*scales.shape[:-1], _FACTOR_BYTES), scales.view(torch.uint8)), dim=-1)
 
 
@@ -147,7 +141,8 @@ def _factor_in_gguf(scales: torch.Tensor) -> torch.Tensor:
 
 
 _COMPRESSED = Layout(
-    ("_packed", "_scale", "_global_scale"), _divided, _write,
+    # `quantization/lifecycle/forward.py`
+    ("_packed", "_scale", "_global_scale"), functools.partial(_joined, divides=True), _write,
     stated("nvfp4-pack-quantized", 16, type="float", strategy="tensor_group"),
 )  # fmt: skip
 
@@ -157,7 +152,7 @@ CODECS = {
         _search, _grid, _pack, floats=Floats(e2m1.nearest, _read),
         of_whole=OfWhole(_begin, lambda weight, scales: _fields(weight, _factors(scales))),
         files=Files(
-            (_COMPRESSED, Layout(("", "_scale", "_scale_2"), _multiplied)),
+            (_COMPRESSED, Layout(("", "_scale", "_scale_2"), functools.partial(_joined, divides=False))),
             ("compressed-tensors", "modelopt", "modelopt_fp4"), _states, _left_out, written=_COMPRESSED,
         ),
         gguf=InGguf(_in_gguf, _factor_in_gguf, fallback="q8_0"),

@@ -5,6 +5,7 @@ Layouts: ggml/src/ggml-common.h of llama.cpp; searches and decoding: ggml/src/gg
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -31,12 +32,8 @@ def _search_around_zero(lowest: int, weight: torch.Tensor, importance: torch.Ten
     return {"d": scale_search.scales(blocks, _important(weight, importance), k_quants.around(-lowest), nearest).half()}
 
 
-def search_q4_0(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
-    return _search_around_zero(-8, weight, importance)
-
-
-def search_q5_0(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
-    return _search_around_zero(-16, weight, importance)
+search_q4_0 = functools.partial(_search_around_zero, -8)
+search_q5_0 = functools.partial(_search_around_zero, -16)
 
 
 def search_q8_0(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
@@ -51,10 +48,6 @@ def search_iq4_nl(weight: torch.Tensor, importance: torch.Tensor | None) -> Bloc
     squares = 2 * blocks.square().mean(-1, keepdim=True)
     weights = k_quants.important(importance.expand_as(weight).unflatten(-1, (-1, COLUMNS)), blocks, squares)
     return {"d": k_quants.iq4_scales(blocks, weights).half()}
-
-
-def one_scale(fields: BlockFields) -> Grid:
-    return Grid(fields["d"].float())
 
 
 def pack_4_bit(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
@@ -105,10 +98,6 @@ def search_q5_1(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockF
     return {"d": scales.half(), "m": -offsets.half()}
 
 
-def one_scale_and_offset(fields: BlockFields) -> Grid:
-    return Grid(fields["d"].float(), -fields["m"].float())
-
-
 def pack_q5_1(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     return joined(as_bytes(fields["d"]), as_bytes(fields["m"]), _fifth_bits(codes), in_halves(codes, COLUMNS))
 
@@ -119,8 +108,12 @@ def unpack_q5_1(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _codec(name: str, levels: tuple[float, ...], stored: int, *functions: Any, tile: Tile | None = None) -> Codec:
-    """`functions`: those that search, make a grid, pack and unpack."""
-    search, grid, pack, unpack = functions
+    """`functions`: those that search, pack and unpack."""
+    search, pack, unpack = functions
+
+    def grid(fields: BlockFields) -> Grid:
+        return Grid(fields["d"].float(), -fields["m"].float() if "m" in fields else None)
+
     return Codec(
         Blocks(COLUMNS, COLUMNS, stored, tile=tile or Tile(1, 16, apart=16)), levels, search, grid, pack, unpack,
         files=of_gguf(name),
@@ -128,12 +121,12 @@ def _codec(name: str, levels: tuple[float, ...], stored: int, *functions: Any, t
 
 
 CODECS = {
-    "q4_0": _codec("q4_0", tuple(range(-8, 8)), 18, search_q4_0, one_scale, pack_4_bit, unpack_4_bit),
-    "q5_0": _codec("q5_0", tuple(range(-16, 16)), 22, search_q5_0, one_scale, pack_q5_0, unpack_q5_0),
-    "q5_1": _codec("q5_1", tuple(range(32)), 24, search_q5_1, one_scale_and_offset, pack_q5_1, unpack_q5_1),
+    "q4_0": _codec("q4_0", tuple(range(-8, 8)), 18, search_q4_0, pack_4_bit, unpack_4_bit),
+    "q5_0": _codec("q5_0", tuple(range(-16, 16)), 22, search_q5_0, pack_q5_0, unpack_q5_0),
+    "q5_1": _codec("q5_1", tuple(range(32)), 24, search_q5_1, pack_q5_1, unpack_q5_1),
     "q8_0": _codec(
-        "q8_0", tuple(range(-128, 128)), 34, search_q8_0, one_scale, pack_q8_0, unpack_q8_0,
+        "q8_0", tuple(range(-128, 128)), 34, search_q8_0, pack_q8_0, unpack_q8_0,
         tile=Tile(1, 32, "single"),
     ),
-    "iq4_nl": _codec("iq4_nl", k_quants.IQ4_LEVELS, 18, search_iq4_nl, one_scale, pack_4_bit, unpack_4_bit),
+    "iq4_nl": _codec("iq4_nl", k_quants.IQ4_LEVELS, 18, search_iq4_nl, pack_4_bit, unpack_4_bit),
 }  # fmt: skip

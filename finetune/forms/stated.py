@@ -19,7 +19,8 @@ def form_of(given: Any) -> str | None:
         return None
     if given.get("quant_method") == "gguf":
         forms = given.get("modules_to_convert")
-        known = isinstance(forms, Mapping) and all(isinstance(one, str) and _is_of_gguf(one) for one in forms.values())
+        of_gguf = {name for name, form in FORMS.items() if form.is_of_gguf}
+        known = isinstance(forms, Mapping) and all(isinstance(one, str) and one in of_gguf for one in forms.values())
         return "gguf" if known else None
     return next((name for name, form in FORMS.items() if form.published and form.codec.files.states(given)), None)
 
@@ -43,10 +44,6 @@ def misshapen(given: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _is_of_gguf(name: str) -> bool:
-    return name in FORMS and FORMS[name].is_of_gguf
-
-
 def _are_names(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
 
@@ -59,11 +56,16 @@ def _is_block(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(_is_size(size) and size > 0 for size in value)
 
 
-def _is_group(value: Any) -> bool:
-    weights = (value.get("weights") or {}) if isinstance(value, Mapping) else None
-    if not isinstance(weights, Mapping) or not isinstance(value.get("format"), str | None):
+def _are_groups(value: Any) -> bool:
+    if not isinstance(value, Mapping):
         return False
-    return isinstance(weights.get("group_size"), int | None)
+    for group in value.values():
+        weights = (group.get("weights") or {}) if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping) or not isinstance(group.get("format"), str | None):
+            return False
+        if not isinstance(weights.get("group_size"), int | None):
+            return False
+    return True
 
 
 _NAME = (lambda value: isinstance(value, str), "a name")
@@ -72,9 +74,7 @@ _SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "modules_to_convert": (lambda value: isinstance(value, Mapping) or _are_names(value), "a table or a list of names"),
     "weight_block_size": (_is_block, "two positive integers"),
     "expert_dtype": _NAME,
-    "config_groups": (
-        lambda value: isinstance(value, Mapping) and all(map(_is_group, value.values())), "a table of groups of layers"
-    ),
+    "config_groups": (_are_groups, "a table of groups of layers"),
     "group_size": (_is_size, "an integer"),
     "format": _NAME,
     "quant_algo": _NAME,
