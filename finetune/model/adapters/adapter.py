@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -283,7 +282,11 @@ def left_out(base: Any, section: AdapterSection) -> dict[str, int]:
     direct, untrained = linear_layers.read_directly(base), linear_layers.untrained(base)
     if section.targets != "all-linear":
         direct = frozenset()
-        untrained = frozenset(name for name in untrained if is_target(name, section.targets))
+        untrained = frozenset(
+            name
+            for name in untrained
+            if any(re.fullmatch(one, name) if is_pattern(one) else _last(name) == one for one in section.targets)
+        )
     untrained -= direct
     seeing = tuple(f"{part}." for part in composite.beside_language(base))
     frozen = frozenset(name for name in untrained if name.startswith(seeing))
@@ -293,11 +296,6 @@ def left_out(base: Any, section: AdapterSection) -> dict[str, int]:
         "that rows of text do not train": untrained - frozen,
     }
     return {reason: len(names) for reason, names in reasons.items() if names}
-
-
-def is_target(name: str, targets: Iterable[str]) -> bool:
-    """Whether one of `targets`, by name or regular expression, matches the full name of a linear layer."""
-    return any(re.fullmatch(target, name) if is_pattern(target) else _last(name) == target for target in targets)
 
 
 def _last(name: str) -> str:

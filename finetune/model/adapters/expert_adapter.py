@@ -45,7 +45,8 @@ class ParamWrapper(peft_layer.ParamWrapper):
 
     def __init__(self, base_layer: Any, adapter_name: str, parameter_name: str, config: Any, **options: Any) -> None:
         self._dropout = config.lora_dropout
-        if self._dropout and len(experts.shape(getattr(_module(base_layer), parameter_name))) == 3:
+        module = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
+        if self._dropout and len(experts.shape(getattr(module, parameter_name))) == 3:
             config = copy.copy(config)
             config.lora_dropout = 0.0  # PEFT refuses dropout here: its update of a weight has no input
         super().__init__(base_layer, adapter_name, parameter_name, config=config, **options)
@@ -159,8 +160,3 @@ def _operand(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     factor = factor.to(dtype, memory_format=torch.contiguous_format).contiguous()  # `to` keeps a layout with the dtype
     missing = -factor.shape[1] % (_STRIDE_BYTES // dtype.itemsize)
     return functional.pad(factor, (0, 0, 0, missing)) if missing else factor
-
-
-def _module(layer: Any) -> nn.Module:
-    module: nn.Module = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
-    return module
