@@ -69,21 +69,16 @@ def is_hidden() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
 
 
-def _library() -> Any:
-    """The driver's library, initialised; None without a driver, or if torch was built without CUDA."""
+def has(gpu: int, attributes: Sequence[int]) -> bool:
+    """Whether the driver answers that GPU `gpu` has all of these attributes."""
     if sys.platform != "linux" or torch.version.cuda is None:
-        return None
+        return False
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return None
-    return None if driver.cuInit(0) else driver
-
-
-def has(gpu: int, attributes: Sequence[int]) -> bool:
-    """Whether the driver answers that GPU `gpu` has all of these attributes."""
-    driver, device, value = _library(), ctypes.c_int(), ctypes.c_int()
-    if driver is None or driver.cuDeviceGet(ctypes.byref(device), gpu):
+        return False
+    device, value = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), gpu):
         return False
     return all(
         driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) == 0 and value.value != 0

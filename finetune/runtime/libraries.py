@@ -64,15 +64,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class _Without(logging.Filter):
-    """Drops messages that contain a given text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self._text = text
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self._text not in record.getMessage()
+def _lacks(text: str) -> Callable[[logging.LogRecord], bool]:
+    """A filter of messages that contain `text`."""
+    return lambda record: text not in record.getMessage()
 
 
 def before_import() -> None:
@@ -83,7 +77,7 @@ def before_import() -> None:
     for message in _SILENCED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     for logger, text in _SILENCED_LOGS:
-        logging.getLogger(logger).addFilter(_Without(text))
+        logging.getLogger(logger).addFilter(_lacks(text))
 
 
 @contextlib.contextmanager

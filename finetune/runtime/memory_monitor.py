@@ -61,19 +61,16 @@ class HostMeter:
     def __init__(self, proc: Path = Path("/proc/self")) -> None:
         self._status = proc / "status"
         self._clear = proc / "clear_refs"
+        self.resets = True
         try:
-            self.reset_peak()
+            self.reset()
             self.resets = self._status.is_file()
         except OSError:
             self.resets = False
 
-    def reset_peak(self) -> None:
-        # "5" sets the peak resident size back to the current one (proc(5), clear_refs).
-        self._clear.write_text("5")
-
     def reset(self) -> None:
         if self.resets:
-            self.reset_peak()
+            self._clear.write_text("5")  # sets the peak back to the current size (proc(5), clear_refs)
 
     def read(self) -> Peak:
         if not self.resets:

@@ -178,7 +178,15 @@ def together(device: torch.device) -> Iterator[None]:
         PartialState(cpu=device.type == "cpu", **group).wait_for_everyone()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise MachineError(f"the {world_size()} processes cannot connect to each other: {error}") from None
-    watched = _watch = _connected()
+    # Rank 0 accepts the connections of this rank's watch over the others.
+    server = rank_watch.host() if is_main() else None
+    offer = (server.getsockname()[1], secrets.token_hex(16)) if server else None
+    port, token = broadcast_object_list([offer])[0]
+    if server:
+        with server:
+            watched = _watch = rank_watch.accept(server, token, world_size() - 1)
+    else:
+        watched = _watch = rank_watch.connect((os.environ["MASTER_ADDR"], port), token, rank())
     try:
         yield
     except BaseException as error:
@@ -192,17 +200,6 @@ def together(device: torch.device) -> Iterator[None]:
         raise
     finally:
         watched.leave()
-
-
-def _connected() -> Watch:
-    """Start this rank's watch over the others."""
-    server = rank_watch.host() if is_main() else None
-    offer = (server.getsockname()[1], secrets.token_hex(16)) if server else None
-    port, token = broadcast_object_list([offer])[0]
-    if server is None:
-        return rank_watch.connect((os.environ["MASTER_ADDR"], port), token, rank())
-    with server:
-        return rank_watch.accept(server, token, world_size() - 1)
 
 
 def _lost_rank(watched: Watch, error: BaseException) -> FinetuneError | None:

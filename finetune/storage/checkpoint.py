@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,18 +116,13 @@ def _write(file: Path, pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
             out.flush()
             os.fsync(out.fileno())
         with open(file, "rb") as stored:
-            same = all(stored.read(len(part)) == bytes(part) for part in _parts(pieces)) and not stored.read(1)
+            parts = (piece[at : at + _PART_BYTES] for piece in pieces for at in range(0, len(piece), _PART_BYTES))
+            same = all(stored.read(len(part)) == bytes(part) for part in parts) and not stored.read(1)
     finally:
         hashing.join()
     if not same:
         raise OSError(None, f"{file.name} reads back differently than it was written; the disk is failing")
     return {"bytes": sum(map(len, pieces)), "sha256": digest.hexdigest()}
-
-
-def _parts(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    for piece in pieces:
-        for start in range(0, len(piece), _PART_BYTES):
-            yield piece[start : start + _PART_BYTES]
 
 
 def _json(value: Any) -> bytes:

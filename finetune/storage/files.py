@@ -37,7 +37,11 @@ def staged(target: Path, made_from: dict[str, Any] | None = None) -> Iterator[Pa
     """
     _put_back(target)
     partial = target.with_name(target.name + _PARTIAL)
-    if made_from is None or not _continues(partial, made_from):
+    interrupted = None  # what a block that was interrupted was making
+    if made_from is not None:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            interrupted = json.loads((partial / _MADE_FROM).read_text(encoding="utf-8"))
+    if made_from is None or interrupted != made_from:
         _remove(partial)
         partial.mkdir(parents=True)
     try:
@@ -50,14 +54,6 @@ def staged(target: Path, made_from: dict[str, Any] | None = None) -> Iterator[Pa
         if made_from is None or isinstance(error, Exception):
             _remove(partial)  # on a full disk this frees space to log the failure
         raise
-
-
-def _continues(partial: Path, made_from: dict[str, Any]) -> bool:
-    """Whether `partial` is of an interrupted `staged` with the same values."""
-    try:
-        return bool(json.loads((partial / _MADE_FROM).read_text(encoding="utf-8")) == made_from)
-    except (OSError, ValueError, RecursionError):
-        return False
 
 
 def publish(partial: Path, target: Path) -> None:
