@@ -81,8 +81,13 @@ def evaluate(
         raise ConfigError(f"`limit` must be at least 1, not {limit}")
     config = _config(run, data, answers=bool(metrics or tasks), trust_remote_code=trust_remote_code)
     chosen = _chosen(run, models, adapts=config.adapter.kind == "lora")
-    # Read before anything is measured, since one may be damaged.
-    kept = {form.folder: run.kept(form.folder) for name, form in FORMATS.items() if run.is_current(name)}
+    # Read first, since one may be damaged.
+    proofs = {form.folder: run.kept(form.folder) for name, form in FORMATS.items() if run.is_current(name)}
+    exports = {
+        folder: cast(ExportProof, {key: one for key, one in proof.items() if key in ExportProof.__annotations__})
+        for folder, proof in proofs.items()
+        if proof and "served" in proof
+    }
     tokenizer = load_tokenizer(config.model, run.data(config.data))
     media = prepare.media_of(config, tokenizer)
     with_loss = _has_rows(config.data, tokenizer, media, needed=bool(metrics or data) or not tasks)  # tasks need none
@@ -118,10 +123,7 @@ def evaluate(
             "apply_chat_template": apply_chat_template, "confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED,
         },
         "gain_kept": _gain_kept(measures),
-        "exports": {
-            folder: cast(ExportProof, {key: one for key, one in proof.items() if key in ExportProof.__annotations__})
-            for folder, proof in kept.items() if proof and "served" in proof
-        },
+        "exports": exports,
     }  # fmt: skip
     scores = Scores(record)
     try:
