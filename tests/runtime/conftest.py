@@ -1,4 +1,4 @@
-"""A GPU that is not there."""
+"""A simulated GPU."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture
 def l4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch says of an L4 of 16 GiB, all free."""
+    """torch reports an L4 with 16 GiB, all free."""
     properties = SimpleNamespace(name="NVIDIA L4", total_memory=2**34, multi_processor_count=58, major=8, minor=9)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

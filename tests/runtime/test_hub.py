@@ -1,4 +1,4 @@
-"""Facts about a hub that cannot be reached: what needs it fails at once, and what is cached is used."""
+"""An unreachable hub: requests fail at once, and cached files are used."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Hub:
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str]], Counter[str], str]:
-    """What ASKS prints for each kind of hub; the connections to each; and what it writes to stderr."""
+    """For each kind of hub, what ASKS prints, the connections made, and what it writes to stderr."""
     home = tmp_path_factory.mktemp("home")
     snapshot = home / "hub" / "models--some--cached" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
@@ -125,7 +125,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str]
 @pytest.mark.parametrize(
     ("hub", "why"), [("closed", "Connection refused"), ("silent", "timed out"), ("unavailable", "HTTP status 503")]
 )
-def test_all_that_asks_an_unreachable_hub_fails_in_a_line_and_the_hub_is_asked_once(
+def test_requests_to_an_unreachable_hub_fail_in_one_line_after_one_attempt(
     asked: tuple[dict[str, list[str]], Counter[str], str], hub: str, why: str
 ) -> None:
     printed, connections, stderr = asked
@@ -142,7 +142,7 @@ def test_all_that_asks_an_unreachable_hub_fails_in_a_line_and_the_hub_is_asked_o
     assert connections[hub] == (hub != "closed")  # 94 s when each request was repeated
 
 
-def test_a_hub_that_answers_is_asked_as_ever(asked: tuple[dict[str, list[str]], Counter[str], str]) -> None:
+def test_a_reachable_hub_is_used_as_usual(asked: tuple[dict[str, list[str]], Counter[str], str]) -> None:
     printed, connections, _ = asked
     assert "cannot be reached" not in " ".join(printed["answering"])
     assert sum("Error " in line for line in printed["answering"]) == 6

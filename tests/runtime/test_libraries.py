@@ -1,4 +1,4 @@
-"""What is asked of libraries for the whole process."""
+"""Settings of libraries that apply to the whole process."""
 
 import gc
 import os
@@ -37,8 +37,8 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
-def test_a_fork_of_a_process_that_has_tokenized_in_parallel_tokenizes_too() -> None:
-    """It has none of the threads, which tokenizers would wait for without an end."""
+def test_a_fork_can_tokenize_after_parallel_tokenization() -> None:
+    """A fork lacks the threads of tokenizers, which would otherwise wait for them forever."""
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
     ended = subprocess.run([sys.executable, "-c", FORKED], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -46,7 +46,7 @@ def test_a_fork_of_a_process_that_has_tokenized_in_parallel_tokenizes_too() -> N
 
 
 def test_a_model_is_saved_without_importing_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which would take a second, and warn of an accelerator that it does not find."""
+    """Importing DeepSpeed takes a second, and warns of a missing accelerator."""
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
     model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=16, n_positions=8))
     libraries.save_model(model, tmp_path)
@@ -59,7 +59,7 @@ def test_a_model_is_saved_without_importing_deepspeed(tmp_path: Path, monkeypatc
 
 @torch.compiler.set_stance("force_eager")  # bitsandbytes compiles its code for odd rows, for each shape anew
 def test_4_bit_weights_are_dequantized_by_the_scale_of_their_own_block(subtests: pytest.Subtests) -> None:
-    """Blocks of 64 go on across the ends of rows."""
+    """Blocks of 64 weights continue across rows."""
     libraries.correct_dequantization()
     for dtype, kind in [(torch.float32, "nf4"), (torch.bfloat16, "fp4")]:
         for shape in [(8, 64), (8, 128), (8, 96), (7, 96), (64, 32), (7, 33), (3, 5), (4, 6, 32), (160,)]:
@@ -86,7 +86,7 @@ def test_a_4_bit_layer_computes_with_its_dequantized_weight_in_both_passes() -> 
         assert torch.equal(x.grad, torch.ones(5, 48) @ weight)
 
 
-def test_what_bitsandbytes_compiles_on_import_is_compiled_once_when_it_is_called() -> None:
+def test_kernels_compiled_on_import_are_compiled_once_at_their_first_call() -> None:
     compiled: list[tuple[str, bool]] = []
 
     def compiling(function: Callable[[int], int], *, dynamic: bool) -> Callable[[int], int]:
@@ -103,7 +103,7 @@ def test_what_bitsandbytes_compiles_on_import_is_compiled_once_when_it_is_called
 
 
 @pytest.mark.parametrize("imports_excluded", [False, True])
-def test_what_is_excluded_from_collections_is_collected_again_unless_imports_were_excluded(
+def test_excluded_objects_are_collected_again_unless_imports_were_excluded(
     imports_excluded: bool,
 ) -> None:
     class Cycle:

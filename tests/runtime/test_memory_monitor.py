@@ -1,4 +1,4 @@
-"""The monitor measures peaks, phase by phase, and tells a leak from noise."""
+"""The monitor measures peaks by phase, and distinguishes leaks from noise."""
 
 import copy
 import gc
@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 class Scripted:
-    """A meter that reads the given numbers, one a read."""
+    """A meter that returns the given numbers, one for each read."""
 
     def __init__(self, *peaks: int) -> None:
         self.peaks = list(peaks)
@@ -31,14 +31,14 @@ class Scripted:
         return {"resident_bytes": self.peaks.pop(0)}
 
 
-def test_tensors_that_a_compiler_traces_with_take_no_memory() -> None:
+def test_tensors_of_a_compiler_trace_take_no_memory() -> None:
     before = live_tensors.live_bytes()
     traced = torch._to_functional_tensor(torch.ones(MIB))
     assert before < live_tensors.live_bytes() < before + 2 * traced.nbytes
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux sets the resident peak back")
-def test_resident_peak_is_that_of_the_phase_alone() -> None:
+def test_the_resident_peak_covers_one_phase() -> None:
     gc.collect()  # what earlier tests left is not freed between the phases
     monitor = Monitor(HostMeter())
     with monitor.phase("forward"):
@@ -59,7 +59,7 @@ def test_without_a_resettable_peak_the_resident_size_is_read(tmp_path: Path) -> 
     assert meter.read()["resident_bytes"] > 10 * MIB
 
 
-def test_tensors_are_counted_by_phase_and_not_what_else_is_resident() -> None:
+def test_only_tensors_are_counted_by_phase() -> None:
     others = torch.ones(4 * MIB // 4)
     monitor = Monitor(HostMeter())
     held = torch.ones(3 * MIB // 4)
@@ -80,7 +80,7 @@ def test_tensors_are_counted_by_phase_and_not_what_else_is_resident() -> None:
     assert others.nbytes + held.nbytes <= live_tensors.live_bytes()
 
 
-def test_the_weights_of_the_runs_model_are_counted_although_they_were_there_before() -> None:
+def test_weights_of_the_run_loaded_earlier_are_counted() -> None:
     model, others = torch.nn.Linear(2**10, 2**8, bias=False), torch.ones(4 * MIB // 4)
     monitor = Monitor(HostMeter())
     monitor.include(copy.deepcopy(model, {id(model.weight): model.weight}))
@@ -90,7 +90,7 @@ def test_the_weights_of_the_runs_model_are_counted_although_they_were_there_befo
     assert others.nbytes == 4 * MIB
 
 
-def test_tensors_that_stand_apart_are_not_counted() -> None:
+def test_bytes_declared_apart_are_not_counted() -> None:
     peaks = []
     for apart_bytes in (0, 2**22):
         monitor = Monitor(HostMeter())
@@ -114,14 +114,14 @@ def test_a_resumed_run_measures_its_warm_up_without_the_copies_of_optimizer_stat
     assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
 
 
-def test_tensors_are_not_counted_beside_a_profiler_of_the_callers() -> None:
+def test_tensors_are_not_counted_while_the_caller_profiles() -> None:
     monitor = Monitor(HostMeter())
     with profile(activities=[ProfilerActivity.CPU]), monitor.counting_tensors(), monitor.phase("forward"):
         torch.ones(8)
     assert monitor.take_step()["forward"].keys() == {"resident_bytes"}
 
 
-def test_counting_and_a_phase_end_with_a_block_that_fails() -> None:
+def test_a_failed_block_ends_counting_and_its_phase() -> None:
     monitor = Monitor(Scripted(7))
     with pytest.raises(ValueError, match="inside"), monitor.counting_tensors(), monitor.phase("load"):
         raise ValueError("inside")
@@ -152,7 +152,7 @@ def test_a_peak_that_keeps_growing_at_one_shape_is_a_leak_once() -> None:
     assert grown == [0, 0, 0, 0, 8 * MIB, 0, 0, 0, 0, 0]
 
 
-def test_what_goes_up_and_down_or_grows_little_or_with_new_shapes_is_no_leak() -> None:
+def test_fluctuation_slow_growth_and_new_shapes_are_not_leaks() -> None:
     up_and_down = [((4, 128, 1), {"allocated_bytes": (n % 4) * 9 * MIB}) for n in range(40)]
     below_the_grain = [((4, 128, 1), {"resident_bytes": n * 4 * MIB}) for n in range(40)]
     new_shapes = [(shape, {"resident_bytes": n * 32 * MIB}) for n in range(40) for shape in ((4, 128), (4, n))]

@@ -1,4 +1,4 @@
-"""What counts as out of memory, by the texts of torch and the libraries under it."""
+"""Out-of-memory errors are recognised by the messages of torch and the libraries below it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ NO = [
 ]
 
 
-def test_what_is_out_of_memory_and_what_is_not() -> None:
+def test_out_of_memory_errors_are_recognised() -> None:
     for error in (*YES, *NO):
         assert is_out_of_memory(error) is (error in YES), error

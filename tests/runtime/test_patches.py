@@ -1,4 +1,4 @@
-"""Each target of the registry is there in the installed versions, as its replacement was written for it."""
+"""Each target of the registry exists in the installed versions, with the signature its patch expects."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def of(owner: Any, name: str) -> Patch:
     return Patch("made:up." + name, "made 1", "()", "Why.", "Until.", objects="any")
 
 
-def test_by_restores_what_was_the_owners_own_and_leaves_no_trace_of_what_was_inherited() -> None:
+def test_by_restores_own_attributes_and_removes_inherited_ones() -> None:
     class Layer:
         _on = True
 
@@ -110,7 +110,7 @@ def test_a_class_becomes_the_class_of_an_object() -> None:
     assert type(module) is Plain
 
 
-def test_an_entry_for_objects_takes_its_object_and_no_other_does() -> None:
+def test_only_an_entry_for_objects_takes_an_object() -> None:
     with pytest.raises(AssertionError, match="forward"):
         patches.MODULE_FORWARD.put(lambda: None)
     with pytest.raises(AssertionError, match="sync_gpu"):

@@ -1,4 +1,4 @@
-"""Which GPU a rank takes, on machines with more than one. The GPUs are faked."""
+"""The GPU that each rank chooses on a machine with several. The GPUs are simulated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Visible = Callable[[int], list[int]]
 
 @pytest.fixture
 def visible(monkeypatch: pytest.MonkeyPatch) -> Visible:
-    """A function that makes this number of GPUs visible and returns a list, to which the chosen devices are added."""
+    """A function that makes a number of GPUs visible, and returns the list of devices chosen later."""
 
     def make(count: int) -> list[int]:
         chosen: list[int] = []

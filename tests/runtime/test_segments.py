@@ -1,4 +1,4 @@
-"""Expandable segments: on where torch and the driver have what they need, off where the user says so, and foreseen."""
+"""Expandable segments: enabled where torch and the driver support them, unless the user decides, and forecast."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Install = Callable[..., Any]
 
 
 class Driver:
-    """libcuda.so.1 of a machine with four GPUs, whose attributes are given."""
+    """A libcuda.so.1 that reports the given attributes for four GPUs."""
 
     def __init__(self, attributes: dict[int, int], fails: str = "") -> None:
         self._attributes, self._fails = attributes, fails
@@ -52,7 +52,7 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Puts a driver here under a torch with CUDA; by default one that can do everything, on Linux."""
+    """Simulates a driver below a torch with CUDA; by default one on Linux with all attributes."""
 
     def install(
         attributes: dict[int, int] | None = None, fails: str = "", system: str = "linux", kernel: str = "6.8.0"
@@ -87,7 +87,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 # -- where they are on -------------------------------------------------------------------------------------------------
 
 
-def test_they_are_switched_on_where_the_driver_has_what_they_need(driver: Install) -> None:
+def test_segments_are_enabled_where_the_driver_supports_them(driver: Install) -> None:
     driver()
     assert segments.grow(GPU)
     assert not segments.setting(), "asking changes nothing"
@@ -98,7 +98,7 @@ def test_they_are_switched_on_where_the_driver_has_what_they_need(driver: Instal
     assert segments.setting() == "expandable_segments:True"
 
 
-def test_they_stay_off_where_something_lacks(
+def test_segments_stay_off_without_full_support(
     driver: Install, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for lacking in [
@@ -142,7 +142,9 @@ def test_under_wsl2_the_drivers_version_is_that_of_its_management_library(monkey
         ("max_split_size_mb:64, expandable_segments : True", True),
     ],
 )  # fmt: skip
-def test_what_the_user_has_set_stays(attributes: dict[int, int], settings: str, grow: bool, driver: Install) -> None:
+def test_the_setting_of_the_user_is_kept(
+    attributes: dict[int, int], settings: str, grow: bool, driver: Install
+) -> None:
     driver(attributes)
     torch._C._accelerator_setAllocatorSettings(settings)
     segments.enable(GPU)
@@ -153,8 +155,8 @@ def test_what_the_user_has_set_stays(attributes: dict[int, int], settings: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variable", sampled(["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"], "PYTORCH_ALLOC_CONF"))
-def test_settings_of_the_environment_are_the_users(variable: str) -> None:
-    """With torch 2.13, and in a fork as with torch 2.11, which has no function that tells them."""
+def test_allocator_settings_are_read_from_the_environment(variable: str) -> None:
+    """With torch 2.13, and in a fork without its getter, which torch 2.11 lacks."""
     code = (
         "import os, torch\n"
         "child = os.fork()\n"
@@ -189,7 +191,7 @@ def test_run_forecast_and_run_directory_agree(driver: Install, l4: None, monkeyp
         assert environment.describe(device)["device"]["expandable_segments"] is grow
 
 
-def test_optimizer_states_are_paged_where_the_driver_shares_managed_memory_and_a_plan_knows(
+def test_a_plan_knows_whether_the_driver_shares_managed_memory(
     driver: Install, l4: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(libraries, "triton_obstacle", lambda: None)
@@ -210,7 +212,7 @@ def test_training_in_another_stream_than_the_default_one_is_refused(monkeypatch:
     require_default_stream(gpu)
 
 
-def test_a_card_elsewhere_is_planned_for_with_them_and_a_cpu_without(driver: Install) -> None:
+def test_plans_assume_segments_on_cards_elsewhere_but_not_on_cpus(driver: Install) -> None:
     assert devices.find("RTX 4090", MemorySection()).software.expandable_segments
     assert devices.find("24GiB", MemorySection()).software.expandable_segments
     assert not devices.find("cpu", MemorySection()).software.expandable_segments
@@ -219,7 +221,7 @@ def test_a_card_elsewhere_is_planned_for_with_them_and_a_cpu_without(driver: Ins
 
 
 @pytest.mark.slow
-def test_a_forecast_says_which() -> None:
+def test_a_forecast_reports_whether_segments_grow() -> None:
     import tiny_models
     from rich.console import Console
 

@@ -34,7 +34,7 @@ def test_the_first_signal_is_answered_at_once_and_the_second_ends_with_what_was_
 
 
 @pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
-def test_a_signal_ends_the_block_though_a_library_raises_another_error_in_its_place(
+def test_a_signal_ends_the_block_even_if_a_library_replaces_its_error(
     number: signal.Signals, end: type[BaseException]
 ) -> None:
     """As safetensors does: "could not determine the shape of object type"."""

@@ -1,4 +1,4 @@
-"""What is said of a slow stage is for people at a terminal, once for all ranks."""
+"""Slow stages are announced on a terminal only, once for all ranks."""
 
 from __future__ import annotations
 

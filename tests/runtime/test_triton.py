@@ -42,7 +42,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], list[int]]]:
-    """Puts a Triton here whose kernels run, or fail as given; the list has their starts."""
+    """Simulates a Triton whose kernels run or fail as given; returns the list of their starts."""
 
     def install(fails: Exception | None = None) -> list[int]:
         starts: list[int] = []
@@ -65,7 +65,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], list[int
 
 
 def forget() -> None:
-    """As in a process that has not tried Triton yet."""
+    """Clear the cache, as in a process that has not tried Triton yet."""
     sys.modules.pop("finetune.runtime.triton_probe", None)
     vars(finetune.runtime).pop("triton_probe", None)
     libraries.triton_obstacle.cache_clear()
@@ -73,7 +73,7 @@ def forget() -> None:
 
 @pytest.fixture
 def avoided() -> Iterator[None]:
-    """What a process does without Triton, for the length of a test."""
+    """Restores after the test what a process disables without Triton."""
     libraries.without_triton()
     yield
     python_native.triton.enable()
@@ -82,7 +82,7 @@ def avoided() -> Iterator[None]:
 # -- whether it works --------------------------------------------------------------------------------------------------
 
 
-def test_kernels_that_run_are_tried_once_and_not_an_obstacle_nor_is_a_full_card(triton) -> None:
+def test_working_kernels_and_a_full_card_are_no_obstacle(triton) -> None:
     starts = triton()
     assert libraries.triton_obstacle() is None
     assert libraries.triton_obstacle() is None
@@ -103,7 +103,7 @@ def test_kernels_that_run_are_tried_once_and_not_an_obstacle_nor_is_a_full_card(
     ],
     ids=["compiler", "headers", "cache"],
 )
-def test_the_reason_that_kernels_do_not_run_names_what_to_install(triton, fails: Exception, reason: str) -> None:
+def test_a_kernel_failure_names_what_to_install(triton, fails: Exception, reason: str) -> None:
     triton(fails)
     obstacle = libraries.triton_obstacle()
     assert obstacle is not None
@@ -123,7 +123,7 @@ def test_a_missing_triton_is_an_obstacle(triton, monkeypatch: pytest.MonkeyPatch
 # -- going on without --------------------------------------------------------------------------------------------------
 
 
-def test_without_it_the_loss_is_of_torchs_operators_on_a_gpu(triton, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_the_loss_uses_torchs_operators_on_a_gpu(triton, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setitem(
         sys.modules, "finetune.kernels.triton_kernels", SimpleNamespace(fold_logits_=lambda *args: None)
@@ -158,7 +158,7 @@ def test_the_first_line_of_a_run_says_so(triton, quick, monkeypatch: pytest.Monk
     reported(capsys.readouterr().out, "Failed to find C compiler", "finetune doctor")
 
 
-def test_choosing_the_device_settles_it(triton, avoided, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_the_device_disables_triton(triton, avoided, monkeypatch: pytest.MonkeyPatch) -> None:
     triton(NO_COMPILER)
     python_native.triton.enable()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -178,7 +178,7 @@ def test_flex_attention_which_compiles_is_refused(triton) -> None:
 # -- the forecast ------------------------------------------------------------------------------------------------------
 
 
-def test_the_card_that_is_here_is_planned_for_as_it_will_compute(triton, l4: None) -> None:
+def test_a_plan_for_the_local_card_knows_whether_triton_works(triton, l4: None) -> None:
     for fails, works in ((NO_COMPILER, False), (None, True)):
         triton(fails)
         assert devices.here(CUDA, tiny_models.config().memory).software.triton is works
@@ -186,7 +186,7 @@ def test_the_card_that_is_here_is_planned_for_as_it_will_compute(triton, l4: Non
 
 
 @pytest.mark.parametrize("trained_tokens", [32, 96])
-def test_torchs_own_operators_take_a_copy_of_each_tile_in_float32(trained_tokens: int) -> None:
+def test_torchs_operators_copy_each_tile_in_float32(trained_tokens: int) -> None:
     batch = LargestBatch(rows=2, tokens=64, padded=True, trained_tokens=trained_tokens)
     job = tiny_models.config(quantization__kind="none", kernels__fused="off")
     model = tiny_models.architecture(layers=1)

@@ -1,4 +1,4 @@
-"""Facts about one checkpoint: what is on disk when, and what is refused. The faults are in tests/faults."""
+"""One checkpoint: the order of writes to the disk, and what is refused. Faults are injected in tests/faults."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_tensors_round_trip_and_the_size_is_predicted(run: RunDirectory) -> None
     assert sum(tensor.nbytes for tensor in TENSORS.values()) < written <= contents().bytes
 
 
-def test_tensors_in_a_file_start_at_a_multiple_of_eight_bytes(run: RunDirectory) -> None:
-    """So that a reader may map them; one tensor's name after the other takes the header through all remainders."""
+def test_tensors_in_a_file_are_aligned_to_eight_bytes(run: RunDirectory) -> None:
+    """Readers may map files. Longer and longer tensor names give the header every remainder modulo eight."""
     for length in range(8):
         file = checkpoint._safetensors({"n" * (1 + length): torch.ones(2)})[0]
         assert len(file) % 8 == 0
@@ -111,7 +111,7 @@ def test_data_that_reads_back_differently_is_not_published(
 
 def test_writing_waits_for_a_slow_hash(tmp_path: Path) -> None:
     class Pieces(list[bytes]):
-        """Slow to go through for the thread that hashes."""
+        """Pieces over which the hashing thread iterates slowly."""
 
         def __iter__(self) -> Iterator[bytes]:
             if threading.current_thread().name == "hash":
@@ -172,7 +172,7 @@ def test_nothing_is_written_to_a_disk_that_is_too_small(run: RunDirectory, monke
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_weights_of_any_width_are_looked_at_for_numbers_that_are_not_finite(dtype: torch.dtype) -> None:
+def test_non_finite_weights_of_any_width_are_detected(dtype: torch.dtype) -> None:
     weight = torch.tensor([1.0, -448.0])
     assert weight_files.is_finite(weight.to(dtype))
     weight[1] = torch.nan

@@ -1,4 +1,4 @@
-"""Facts about locks: what is opened for one, who is said to hold it, and how it is waited for."""
+"""Locks: which file is opened, which holder is reported, and how long a process waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def held(tmp_path: Path) -> subprocess.Popen[str]:
         process.kill()
 
 
-def test_a_lock_is_waited_for_and_it_is_said_whose(
+def test_waiting_for_a_lock_names_its_holder(
     held: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(locks, "_SAID_SECONDS", 0)
@@ -66,7 +66,7 @@ def test_the_lock_of_a_stopped_process_is_not_waited_for(held: subprocess.Popen[
 def test_a_number_that_another_machine_may_have_written_names_no_process(
     content: str, held: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stranger here is stopped, and another one holds the lock; in a shared folder it may be on another host."""
+    """The process with that number is stopped; another one, possibly on another host, holds the lock."""
     monkeypatch.setattr(locks, "_MOST_SECONDS", 0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         stranger.send_signal(signal.SIGSTOP)

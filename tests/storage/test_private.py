@@ -1,4 +1,4 @@
-"""Facts about the folder of a user that the system does not know."""
+"""The home folder of a user who has no entry in the system's user database."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from finetune.storage import private
 
 @pytest.fixture
 def unknown_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that this user would be given, who has no entry in passwd and no HOME."""
+    """The folder that a user without a passwd entry and HOME is given."""
 
     def nobody(user: int) -> pwd.struct_passwd:
         raise KeyError(user)
@@ -35,14 +35,16 @@ def test_a_user_without_a_home_gets_one_of_their_own(unknown_user: Path) -> None
     assert private.settle_home() is None
 
 
-def test_python_gives_them_one_as_the_command_line_does(unknown_user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_api_provides_a_home_like_the_command_line(
+    unknown_user: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert callable(finetune.load_config)
     assert Path.home() == unknown_user
     assert callable(finetune.train)
     assert capsys.readouterr().err.count(str(unknown_user)) == 1
 
 
-def test_a_home_that_others_could_write_is_not_taken(unknown_user: Path, tmp_path: Path) -> None:
+def test_a_home_writable_by_others_is_not_used(unknown_user: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     unknown_user.symlink_to("elsewhere")
     private.settle_home()

@@ -1,4 +1,4 @@
-"""What a run's files may say, and what happens to what they may not."""
+"""Validation of a run's files: valid values are kept, invalid ones skipped or reported."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_checking_a_value_names_its_first_invalid_field() -> None:
         records.check({**SAVED, "time": -1.0, "event": 3}, records.EVENT)
 
 
-def test_lines_keep_the_order_of_their_keys(tmp_path: Path) -> None:
-    """What is read is written again by a resume, which leaves the lines that stay as they were."""
+def test_lines_keep_their_key_order(tmp_path: Path) -> None:
+    """A resume writes the lines that it keeps again, and must not change them."""
     line = {"memory": {"forward": {"resident_bytes": 7}}, **STEP}
     assert not wrong(tmp_path / "lines", records.METRIC, line)
     assert list(records.read_lines(tmp_path / "lines", records.METRIC).rows[0]) == list(line)

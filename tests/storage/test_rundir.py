@@ -1,4 +1,4 @@
-"""Facts about the run directory: nothing looks finished early, and what was whole before stays whole."""
+"""The run directory: incomplete data never looks finished, and complete data survives failures."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_a_staged_directory_appears_when_the_block_ends_and_leaves_no_file_open(
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_an_interrupted_staged_directory_is_completed_by_the_same_inputs_only(tmp_path: Path) -> None:
-    """As by a kill or Ctrl-C; after an error, or from other inputs, it is made from nothing."""
+def test_only_the_same_inputs_complete_an_interrupted_staged_directory(tmp_path: Path) -> None:
+    """After a kill or Ctrl-C the block continues; after an error or with other inputs it starts afresh."""
     target = tmp_path / "merged"
 
     def stage(seed: int, error: BaseException | None = None) -> set[str]:
@@ -93,7 +93,7 @@ def test_an_interrupted_staged_directory_is_completed_by_the_same_inputs_only(tm
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, SystemExit])
-def test_a_block_that_fails_publishes_nothing_keeps_the_earlier_directory_and_does_not_block_the_next(
+def test_a_failed_block_publishes_nothing_and_keeps_the_earlier_directory(
     error: type[BaseException], tmp_path: Path
 ) -> None:
     target = tmp_path / "adapter"
@@ -115,9 +115,7 @@ def test_a_block_that_fails_publishes_nothing_keeps_the_earlier_directory_and_do
     assert contents(tmp_path) == {"adapter/weights": "new"}
 
 
-def test_a_rename_that_fails_leaves_the_earlier_directory_under_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_rename_keeps_the_earlier_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rename of a publication fails in turn, until none does."""
     target = tmp_path / "adapter"
     with staged(target) as folder:
@@ -141,7 +139,7 @@ def test_a_rename_that_fails_leaves_the_earlier_directory_under_its_name(
 
 
 def test_files_are_fsynced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of fsync and rename, as the kernel is asked for it."""
+    """The system calls are recorded in their order."""
     calls = Calls(monkeypatch)
     with staged(tmp_path / "adapter") as folder:
         (folder / "sub").mkdir()
@@ -154,7 +152,7 @@ def test_files_are_fsynced_before_the_rename(tmp_path: Path, monkeypatch: pytest
 
 
 class Calls:
-    """Notes each fsync and rename in its order, and lets the n-th rename fail, as on a full or broken disk."""
+    """Records each fsync and rename, and lets the n-th rename fail, as on a full or broken disk."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -319,7 +317,7 @@ def test_a_folder_is_not_replaced_by_a_file_and_a_circular_link_is_refused(tmp_p
         RunDirectory(tmp_path / "circle").claim()
 
 
-def test_json_without_nan_and_infinity(tmp_path: Path) -> None:
+def test_json_with_nan_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_json(path, {"a": [1, 2.5, None]})
     assert json.loads(path.read_text()) == {"a": [1, 2.5, None]}
@@ -356,7 +354,7 @@ def test_an_earlier_run_is_moved_aside_with_all_its_files(run: RunDirectory) -> 
     ],
     ids=["killed in the block", "killed between the renames", "killed after both renames"],
 )
-def test_staging_first_completes_or_undoes_what_a_kill_left(
+def test_staging_first_completes_or_undoes_an_interrupted_replacement(
     left: dict[str, str], at_first: dict[str, str], after: dict[str, str], tmp_path: Path
 ) -> None:
     for name, text in left.items():
@@ -369,7 +367,7 @@ def test_staging_first_completes_or_undoes_what_a_kill_left(
     assert contents(tmp_path) == after
 
 
-def test_a_directory_is_disposed_of_despite_leftovers_of_a_kill(tmp_path: Path) -> None:
+def test_a_directory_is_disposed_of_despite_leftovers(tmp_path: Path) -> None:
     for name in ("step-00000001", "step-00000001.incomplete"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text("x")
@@ -401,14 +399,14 @@ def test_leftovers_are_removed_without_following_links(run: RunDirectory, tmp_pa
     assert contents(elsewhere) == {"mine": "x"}
 
 
-def test_what_is_left_of_a_file_that_was_being_written_is_not_written_through(tmp_path: Path) -> None:
+def test_a_leftover_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("x")
     (tmp_path / "latest.incomplete").symlink_to("mine")
     write_text(tmp_path / "latest", "step-00000001\n")
     assert contents(tmp_path) == {"mine": "x", "latest": "step-00000001\n"}
 
 
-def test_an_error_in_cleanup_does_not_hide_that_of_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cleanup_error_does_not_hide_the_error_of_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*arguments: Any, **more: Any) -> None:
         raise OSError("input/output error")
 
