@@ -8,6 +8,7 @@ CPU's leaves in 16 bit (torch 2.13, aten/src/ATen/autocast_mode.h and autocast_m
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,7 +42,8 @@ def as_on_cuda() -> Iterator[None]:
     """Within the block autocast casts CPU tensors as it casts those of CUDA."""
     library = patches.AUTOCAST_KERNELS.kernels("AutocastCPU")
     for names, kernel in (
-        (FLOAT32, _in_float32), (FLOAT32_RESULT, _to_float32), (FLOAT32_OVERLOAD, _by_overload), (WIDEST, _in_widest),
+        (FLOAT32, _widened), (FLOAT32_RESULT, _to_float32), (FLOAT32_OVERLOAD, _by_overload),
+        (WIDEST, functools.partial(_widened, beside_float32=True)),
     ):  # fmt: skip
         for name in names:
             library.impl(name, kernel(operators.find(f"aten::{name}")))
@@ -51,10 +53,18 @@ def as_on_cuda() -> Iterator[None]:
         del library  # and with it the kernels
 
 
-def _in_float32(operator: Any) -> Callable[..., Any]:
+def _widened(operator: Any, *, beside_float32: bool = False) -> Callable[..., Any]:
+    """The operator on float32 copies of its 16-bit inputs; with `beside_float32` only where another is in float32."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not beside_float32 or any(
+            isinstance(value, torch.Tensor) and value.dtype is torch.float32 for value in args
+        ):
+            args = tuple(
+                value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALVES else value for value in args
+            )
         with _once():
-            return operator(*map(_wide, args), **kwargs)
+            return operator(*args, **kwargs)
 
     return call
 
@@ -86,20 +96,6 @@ def _by_overload(operator: Any) -> Callable[..., Any]:
             return typed(**{**left_out, **given, **kwargs}, dtype=torch.float32)
 
     return call
-
-
-def _in_widest(operator: Any) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, torch.Tensor) and value.dtype is torch.float32 for value in args):
-            args = tuple(map(_wide, args))
-        with _once():
-            return operator(*args, **kwargs)
-
-    return call
-
-
-def _wide(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALVES else value
 
 
 def _once() -> torch.autocast:
