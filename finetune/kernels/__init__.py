@@ -6,7 +6,7 @@ name, says why it cannot compute some of them, and replaces the forward pass of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +131,13 @@ def _room(model: nn.Module, replaced: Mapping[str, Set[nn.Module]]) -> dict[nn.M
     for parent in model.modules():
         ranks: dict[int, int] = {}
         for block in parent.children():
-            for first in _first_layers(block, replaced):
+            # Layers that take the block's input, those that share it together.
+            firsts = [[layer] for layer in block.children() if layer in replaced["lora"]]
+            if block in replaced["attention"] and (projections := fused_attention.layers(block)):
+                firsts.append(projections)
+            if block in replaced["mlp"]:
+                firsts.append(mlp.layers(block)[:-1])
+            for first in firsts:
                 layers = [lora.current(layer) for layer in first]
                 ranks[layers[0].inputs] = max(ranks.get(layers[0].inputs, 0), lora.rank(layers))
         for module in parent.children():
@@ -139,12 +145,3 @@ def _room(model: nn.Module, replaced: Mapping[str, Set[nn.Module]]) -> dict[nn.M
                 width = len(module.weight)
                 room[module] = ranks.get(width, 0), last.get(width, 0)
     return room
-
-
-def _first_layers(block: nn.Module, replaced: Mapping[str, Set[nn.Module]]) -> Iterator[list[nn.Module]]:
-    """The layers that take the input of a replaced block, those that share it together."""
-    if block in replaced["attention"] and (projections := fused_attention.layers(block)):
-        yield projections
-    if block in replaced["mlp"]:
-        yield mlp.layers(block)[:-1]
-    yield from ([layer] for layer in block.children() if layer in replaced["lora"])

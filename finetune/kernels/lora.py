@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,7 +176,7 @@ class _Project(torch.autograd.Function):
         with without_autocast(x):
             back = Backward.of(ctx.layers, gradients)
             dx = back.of_input().view(x.shape) if ctx.needs_input_grad[0] else None
-            return dx, None, *back.of_factors(rows(x), low)
+            return dx, None, *paired(back.of_a(rows(x)), back.of_b(low))
 
 
 def values(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -202,6 +202,11 @@ def without_autocast(x: Tensor) -> torch.autocast:
 def factors(layers: Layers) -> list[Tensor]:
     """A and B of each adapted layer: what the autograd functions are given to have gradients for."""
     return [factor for layer in layers for factor in (layer.a, layer.b) if factor is not None]
+
+
+def paired(of_a: Sequence[Tensor], of_b: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Gradients of A and B in turn, as `factors` has them."""
+    return itertools.chain.from_iterable(zip(of_a, of_b, strict=True))
 
 
 def rows(x: Tensor) -> Tensor:
@@ -299,10 +304,20 @@ class Backward:
 
     @classmethod
     def of(cls, layers: Layers, gradients: Sequence[Tensor]) -> Backward:
-        """Compute S from the gradients (..., O) of each layer's output, beside that of a single one if it has room."""
-        outer, joined = [rows(gradient) for gradient in gradients], _with_room_for_low(layers, gradients[0])
+        """Compute S from the gradients (..., O) of each layer's output.
+
+        It stands beside dY of a single adapted layer whose weight must be decoded, if there is room.
+        """
+        outer, layer, joined = [rows(gradient) for gradient in gradients], layers[0], None
+        if len(layers) == 1 and layer.a is not None and layer.weight.dtype is not gradients[0].dtype:
+            end = layer.outputs + len(layer.a)
+            wide = take_room(gradients[0])
+            if wide is not None and wide.shape[1] >= _aligned(end):
+                if end < _aligned(end):
+                    wide[:, end : _aligned(end)].zero_()
+                joined = wide[:, : _aligned(end)]  # dY and columns for S
         a, b = _factors(outer[0], layers, with_a=joined is None)
-        s = outer[0].new_empty(len(outer[0]), len(a)) if joined is None else joined[:, layers[0].outputs :][:, : len(a)]
+        s = outer[0].new_empty(len(outer[0]), len(a)) if joined is None else joined[:, layer.outputs :][:, : len(a)]
         for gradient, own, upward in zip(outer, columns_of(layers), b, strict=True):
             if upward is not None:
                 ops.multiply_(s[:, own], gradient, upward, None, _scale(layers))
@@ -311,8 +326,15 @@ class Backward:
     def of_input(self, out: Tensor | None = None) -> Tensor:
         """dX = S A + dY W (n, H), summed over the layers; written into `out` if given."""
         dx = self.s.new_empty(len(self.s), self.layers[0].inputs) if out is None else out
-        if self.joined is not None:
-            self._joined_product(self.joined, dx)
+        if self.joined is not None:  # one product [dY | S] [W; A] of a single layer
+            (layer,) = self.layers
+            assert layer.a is not None
+            weight = dx.new_empty(self.joined.shape[1], layer.inputs)
+            ops.decode_(weight[: layer.outputs], layer.weight)
+            weight[layer.outputs :][: len(layer.a)].copy_(layer.a.detach())
+            if layer.outputs + len(layer.a) < len(weight):
+                weight[layer.outputs + len(layer.a) :].zero_()
+            ops.multiply_joined_(dx, self.joined, weight, layer.outputs)
             return dx
         write = ops.multiply_
         if len(self.a):
@@ -322,21 +344,6 @@ class Backward:
             write(dx, gradient, layer.decoded(dx.dtype))
             write = ops.add_product_
         return dx
-
-    def _joined_product(self, joined: Tensor, out: Tensor) -> None:
-        """Write dX of a single layer into `out`, as one product [dY | S] [W; A]."""
-        (layer,) = self.layers
-        assert layer.a is not None
-        weight = out.new_empty(joined.shape[1], layer.inputs)
-        ops.decode_(weight[: layer.outputs], layer.weight)
-        weight[layer.outputs :][: len(layer.a)].copy_(layer.a.detach())
-        if layer.outputs + len(layer.a) < len(weight):
-            weight[layer.outputs + len(layer.a) :].zero_()
-        ops.multiply_joined_(out, joined, weight, layer.outputs)
-
-    def of_factors(self, x: Tensor, low: Tensor) -> list[Tensor]:
-        """The gradients of A and B of each adapted layer, in the order of `factors`."""
-        return list(itertools.chain.from_iterable(zip(self.of_a(x), self.of_b(low), strict=True)))
 
     def of_a(self, x: Tensor) -> list[Tensor]:
         """dA = Sᵀ X of each adapted layer, in the type of A."""
@@ -354,20 +361,6 @@ class Backward:
             for layer, outer, own in zip(self.layers, self.outer, columns_of(self.layers), strict=True)
             if layer.b is not None
         ]
-
-
-def _with_room_for_low(layers: Layers, gradient: Tensor) -> Tensor | None:
-    """dY (n, O and columns for S) of a single adapted layer whose weight must be decoded, if it has room for them."""
-    layer = layers[0]
-    if len(layers) > 1 or layer.a is None or layer.weight.dtype is gradient.dtype:
-        return None
-    end = layer.outputs + len(layer.a)
-    wide = take_room(gradient)
-    if wide is None or wide.shape[1] < _aligned(end):
-        return None
-    if end < _aligned(end):
-        wide[:, end : _aligned(end)].zero_()
-    return wide[:, : _aligned(end)]
 
 
 def _factors(

@@ -19,7 +19,6 @@ once for all tiles.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -176,7 +175,7 @@ class _Whole:
                 hidden, self._activation, self._inner, self._down, dy, low, self._low_of_down
             )  # fmt: skip
             dx = back.of_input().view(x.shape) if self._needs_dx else None
-            of_inner = _paired(back.of_a(rows(x)), of_b)
+            of_inner = lora.paired(back.of_a(rows(x)), of_b)
         return [dx, None, *[None] * len(hidden), *of_inner, *of_down]
 
 
@@ -208,7 +207,7 @@ class _InTiles:
                     hidden, self._activation, inner, down, dy_tile, low, low_of_down
                 )  # fmt: skip
                 back.of_input(dx_tile)
-                _add_(sums, [*_paired(back.of_a(x_tile), of_b), *of_down])
+                _add_(sums, [*lora.paired(back.of_a(x_tile), of_b), *of_down])
         return [dx, *_as_trained(sums, self.trained)]
 
 
@@ -314,11 +313,6 @@ def _backward_(
         [one for one, layer in zip(of_b, inner, strict=True) if layer.b is not None],
         [] if down.a is None else [of_a, *of_down.of_b(low_of_down)],
     )
-
-
-def _paired(of_a: Sequence[Tensor], of_b: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Gradients of A and B in turn, as `lora.factors` has them."""
-    return itertools.chain.from_iterable(zip(of_a, of_b, strict=True))
 
 
 def _inner(module: nn.Module) -> tuple[str, ...]:

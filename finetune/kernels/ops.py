@@ -155,7 +155,8 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool = False
     half, sign = cos.shape[-1] // 2, -1 if backward else 1
     cos, sin = cos[..., None, :half], sin[..., None, :half]
     for tensor in (q, k):
-        for values, cosine, sine in _blocks_of_tokens(tensor, cos, sin):
+        each = max(_BLOCK * tensor.shape[1] // max(tensor.numel(), 1), 1)  # tokens of a block
+        for values, cosine, sine in zip(*(one.split(each, dim=1) for one in (tensor, cos, sin)), strict=True):
             first, second = values[..., :half], values[..., half : 2 * half]
             from_first, from_second = first * sine, second * sine
             first.mul_(cosine).sub_(from_second, alpha=sign)
@@ -292,7 +293,7 @@ def decode_packed_(out: Tensor, codes: Tensor, scales: Tensor, form: str) -> Non
 @_operator("(Tensor(a!) out, Tensor left, Tensor right, Tensor? bias=None, float scale=1.0) -> ()", "")
 def multiply_(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
     """Write scale * left right + bias (columns) into `out`."""
-    if _is_native(left):
+    if _is_native(left.is_cpu, left.dtype):
         torch.addmm(out if bias is None else bias, left, right, beta=0 if bias is None else 1, alpha=scale, out=out)
         return
     wide = left.float() @ right.float()
@@ -307,7 +308,7 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif total.dtype is not left.dtype:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
-    elif _is_native(left):
+    elif _is_native(left.is_cpu, left.dtype):
         total.addmm_(left, right)
     else:
         total.add_(left.float() @ right.float())
@@ -326,7 +327,7 @@ def multiply_joined_(out: Tensor, left: Tensor, right: Tensor, end: int) -> None
 @_operator("(Tensor left, Tensor right, ScalarType dtype) -> Tensor")
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """left right in `dtype`. On CUDA its sums of 16-bit factors are float32's; a CPU may round them on the way."""
-    if _is_native(left):
+    if _is_native(left.is_cpu, left.dtype):
         return torch.mm(left, right).to(dtype)
     return (left.float() @ right.float()).to(dtype)
 
@@ -336,19 +337,15 @@ def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
 
 
-def _is_native(factor: Tensor) -> bool:
-    return not factor.is_cpu or _on_this_cpu(factor.dtype)
-
-
 @functools.cache
-def _on_this_cpu(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for products of `dtype`.
+def _is_native(on_cpu: bool, dtype: torch.dtype) -> bool:
+    """Whether the device has instructions for products of `dtype`: every GPU, and not every CPU.
 
     Without them oneDNN emulates such products: 6 to 9 times slower than float32 copies and their product, which also
     rounds less (torch 2.13 on AVX-512 without BF16, 512 to 2,048 rows, 2026-11).
     """
     unit = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}.get(dtype)
-    return unit is None or bool(torch.cpu.get_capabilities().get(unit))
+    return not on_cpu or unit is None or bool(torch.cpu.get_capabilities().get(unit))
 
 
 # Values of a block of logits. Smaller ones are no faster (2**16 to 2**20, 2026-11), and a trace goes through them all.
@@ -459,12 +456,3 @@ def _blocks(*tensors: Tensor, values_each: int = _BLOCK) -> Iterable[tuple[Tenso
         return [tensors]
     each = max(values_each // first.shape[-1], 1)
     return zip(*(tensor.split(each) for tensor in rows), strict=True)
-
-
-def _blocks_of_tokens(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Tokens of tensors (rows, tokens, ...), the largest first, a block at a time."""
-    first = tensors[0]
-    if first.numel() <= _BLOCK:
-        return [tensors]
-    each = max(_BLOCK * first.shape[1] // first.numel(), 1)
-    return zip(*(tensor.split(each, dim=1) for tensor in tensors), strict=True)
