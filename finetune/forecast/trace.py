@@ -72,13 +72,9 @@ class Stretch:
     work: Work = field(default_factory=Work)
 
     def moved(self, by: int) -> Stretch:
-        """The same stretch, of blocks whose numbers are higher `by` as many."""
-        return Stretch(self.phase, self.layer, moved(self.events, by), replace(self.work))
-
-
-def moved(events: Iterable[int], by: int) -> list[int]:
-    """The same events, of blocks whose numbers are higher `by` as many."""
-    return [event + by if event > 0 else event - by for event in events]
+        """The same stretch with all its block numbers raised `by` as many."""
+        events = [event + by if event > 0 else event - by for event in self.events]
+        return Stretch(self.phase, self.layer, events, replace(self.work))
 
 
 @dataclass(frozen=True)
