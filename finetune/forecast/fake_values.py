@@ -133,12 +133,6 @@ class Answers:
             return not self.uneven if source in _ALL else True
         return 0.5 if tensor.dtype.is_floating_point else 1
 
-    def know_size(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether the size of an operator's result follows from its inputs' known values."""
-        if self.known is None or torch.Tag.dynamic_output_shape not in func.tags:
-            return False
-        return self.known.know_all([args, kwargs])
-
     def busiest(self, rows: int, experts: int) -> int:
         """The most of `rows` (a token, once for each of its experts) that go to one expert, which gets all tokens."""
         self.asked += 1

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.forecast import operators
-from finetune.forecast.fake_values import Answers
+from finetune.forecast.fake_values import Answers, KnownValues
 from finetune.forecast.operator_costs import DeviceOperators
 from finetune.forecast.operators import flat
 from finetune.forecast.trace import Stretch, Trace, TracedBlock
@@ -276,12 +276,14 @@ class TraceRecorder(TorchDispatchMode):
             held = call.args[0].add_(call.args[1])
             self._count(_aten.add_.Tensor, call.args, call.kwargs, held)
             return held
-        if self.answers.know_size(call.func, call.args, call.kwargs):
-            return self._run_on_values(call)
+        known = self.answers.known
+        sized_by_values = torch.Tag.dynamic_output_shape in call.func.tags
+        if known and sized_by_values and known.know_all([call.args, call.kwargs]):
+            return self._run_on_values(call, known)
         scratch = self._before(call)
         out = call.run()
-        if self.answers.known:
-            self.answers.known.follow(call.func, call.args, call.kwargs, out)
+        if known:
+            known.follow(call.func, call.args, call.kwargs, out)
         self._after(call, out, scratch)
         return out
 
@@ -417,10 +419,8 @@ class TraceRecorder(TorchDispatchMode):
             last.events += stretch.events
             last.work += stretch.work
 
-    def _run_on_values(self, call: _Call) -> Any:
+    def _run_on_values(self, call: _Call, known: KnownValues) -> Any:
         """Run an operator whose result has a size that follows from known values."""
-        known = self.answers.known
-        assert known
 
         def made(value: torch.Tensor) -> torch.Tensor:
             fake = torch.empty(value.shape, dtype=value.dtype)
