@@ -148,7 +148,6 @@ class _Inference:
         recorder = TraceRecorder(device.operators, answers, device.rates.flops_per_byte)
         with device_paths.undisturbed(), device_paths.like(device, recorder) as mode, torch.no_grad():
             traced = _TracedInference(self, mode, recorder, shortening)
-            traced.load()
             cache = traced.make_cache()
             traced.step("prompt", self.context - 1, self.context - 1, cache)
             traced.step("decoding", 1, self.context, cache)
@@ -159,7 +158,7 @@ class _Inference:
 
 
 class _TracedInference:
-    """The model of an inference on fake tensors, and the passes that are recorded on it."""
+    """The model of an inference on fake tensors, whose loading is recorded, and the passes that are recorded on it."""
 
     def __init__(self, job: _Inference, mode: Any, recorder: TraceRecorder, shortening: Shortening) -> None:
         self._job, self._mode, self._recorder = job, mode, recorder
@@ -172,6 +171,10 @@ class _TracedInference:
                     module.layer_idx = number
             layer.register_forward_pre_hook(lambda *_, number=number: setattr(recorder, "layer", number))
         layers[-1].register_forward_hook(lambda *_: setattr(recorder, "layer", None))
+        # The weights, quantized module by module, and the adapter.
+        for module in (*self.fake.base_modules, *self.fake.model.modules()):
+            self.fake.load(module)
+        recorder.layer = None
 
     def _attach(self, base: Any, section: AdapterSection) -> Any:
         self._parameters = inspect.signature(base.forward).parameters
@@ -179,12 +182,6 @@ class _TracedInference:
             raise ConfigError(f"`model.name`: {type(base).__name__} has states of its own and no KV cache to forecast")
         config = self._job.config
         return attach(base, section, config.model.name, config.training.seed, config.model.revision).eval()
-
-    def load(self) -> None:
-        """Record the weights, quantized module by module, and the adapter."""
-        for module in (*self.fake.base_modules, *self.fake.model.modules()):
-            self.fake.load(module)
-        self._recorder.layer = None
 
     def make_cache(self) -> Any:
         """Make the empty KV cache."""
