@@ -269,9 +269,9 @@ def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
     """Copies of operands in a wider type, sums of 16-bit products in float32, and the tiles of attention."""
     name = func.name()
     if name in _PRODUCTS:
-        return _of_product(name, args)
+        return _product_scratch(name, args)
     if name in _IN_PARTS:
-        return _of_parts(name, args, "cpu")
+        return _parts_scratch(name, args, "cpu")
     if name in ("aten::scatter.src", "aten::scatter_.src") and args[0].dtype.itemsize < 4:
         return [4 * args[0].numel()]  # 16-bit values in float32 (native/cpu/ScatterGatherKernel.cpp)
     if name == _FLASH:
@@ -297,7 +297,7 @@ _IN_PARTS: dict[str, Callable[..., None]] = {
 """The operators on weights in blocks: programs of torch's operators, which take some rows at a time."""
 
 
-def _of_parts(name: str, args: Sequence[Any], on: str) -> list[int]:
+def _parts_scratch(name: str, args: Sequence[Any], on: str) -> list[int]:
     """The most bytes that such a program holds at once on a type of device, beside its arguments."""
     weight = args[2 if name == "finetune::pack_" else 0]
     return [_held_by_a_part(name, packed.part_shape(weight.shape), weight.dtype, args[-1], on)]
@@ -364,7 +364,7 @@ def _casts(func: Any, operands: list[Any], written: Any) -> list[int]:
     return cast
 
 
-def _of_product(name: str, args: Any) -> list[int]:
+def _product_scratch(name: str, args: Any) -> list[int]:
     """Temporary memory of a product of two matrices, or two batches of matrices, on a CPU.
 
     MKL takes products of batches, and copies 16-bit matrices that are contiguous neither by rows nor by columns, such
@@ -373,10 +373,10 @@ def _of_product(name: str, args: Any) -> list[int]:
     left, right = _PRODUCTS[name](args)
     batch, rows, columns = left.shape[:-2].numel(), left.shape[-2], right.shape[-1]
     operations = 2 * left.numel() * columns
-    if left.dtype is torch.bfloat16 and left.dim() == 2 and operations <= _MOST_ASKED and _multiplies_bfloat16():
+    if left.dtype is torch.bfloat16 and left.dim() == 2 and operations <= _LARGEST_TRIAL and _multiplies_bfloat16():
         if is_profiling():
             return [torch.get_num_threads() * _TILES]
-        return _asked(left.shape, left.stride(), right.shape, right.stride(), torch.get_num_threads())
+        return _by_trial(left.shape, left.stride(), right.shape, right.stride(), torch.get_num_threads())
     scratch = _float32_sums(left, batch, rows, columns)
     if name in ("aten::bmm", "aten::baddbmm") and right.dtype is torch.bfloat16 and _is_of_onednn():
         matrices = [matrix for matrix in (left, right) if not (matrix.is_contiguous() or matrix.mT.is_contiguous())]
@@ -384,13 +384,13 @@ def _of_product(name: str, args: Any) -> list[int]:
     return scratch
 
 
-_MOST_ASKED = 2**28
-"""Operations of the largest product that is computed to learn what it allocates: some milliseconds."""
+_LARGEST_TRIAL = 2**28
+"""Operations of the largest product that is run once to learn what it allocates, which takes milliseconds."""
 
 
 @functools.cache
-def _asked(rows: Any, row_strides: Any, columns: Any, column_strides: Any, threads: int) -> list[int]:
-    """The sizes that this CPU allocates within a bfloat16 product of matrices of these shapes, by computing one.
+def _by_trial(rows: Any, row_strides: Any, columns: Any, column_strides: Any, threads: int) -> list[int]:
+    """Sizes that this CPU allocates within a bfloat16 product of matrices of these shapes, read from one that is run.
 
     A CPU with a unit for such products packs blocks of both operands, as many as heuristics choose that know the sizes
     of its caches (oneDNN 3.12, src/cpu/x64/matmul/brgemm_matmul_utils.cpp `init_scratchpad`). torch's older profiler
@@ -426,7 +426,7 @@ def _float32_sums(left: Any, batch: int, rows: int, columns: int) -> list[int]:
     `book_acc_scratchpad`, for each thread that has a matrix of its own, in blocks of 64 values; 128 bytes align it.)
     Without AVX-512 oneDNN multiplies none, and torch's own loops allocate nothing (measured with torch 2.13 on an EPYC
     with AVX2 alone). With a unit it packs blocks of the operands instead
-    (`_asked`), and with AMX each thread has room for the tiles that it sums up in.
+    (`_by_trial`), and with AMX each thread has room for the tiles that it sums up in.
     """
     if left.dtype is not torch.bfloat16 or not _is_of_onednn():
         return []
@@ -519,7 +519,7 @@ def _scratch_on_cuda(func: Any, args: Any, named: Any) -> list[int]:
     """The workspaces of attention, of weights in blocks, and of putting features of images in the place of tokens."""
     name = func.name()
     if name in _IN_PARTS:
-        return _of_parts(name, args, "cuda")
+        return _parts_scratch(name, args, "cuda")
     if name == "aten::masked_scatter":
         # Where each number goes, and the mask for each number (torch 2.13, IndexKernel.cpp `masked_scatter__cuda`,
         # IndexKernel.cu `launch_masked_scatter_kernel`: maskPrefixSum, mask_cont).
@@ -634,7 +634,8 @@ def _packed(
     causal: bool = False, scale: float | None = None, window: Sequence[int] = (-1, -1), *args: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
     return sum(
-        int(sdpa_flop_count(shape, shape, shape) * _seen(shape[2], window)) for shape in _packed_shapes(query, longest)
+        int(sdpa_flop_count(shape, shape, shape) * _share_in_window(shape[2], window))
+        for shape in _packed_shapes(query, longest)
     )
 
 
@@ -644,7 +645,7 @@ def _packed_backward(
     *args: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
     return sum(
-        int(sdpa_backward_flop_count(shape, shape, shape, shape) * _seen(shape[2], window))
+        int(sdpa_backward_flop_count(shape, shape, shape, shape) * _share_in_window(shape[2], window))
         for shape in _packed_shapes(query, longest)
     )
 
@@ -658,7 +659,7 @@ def _packed_shapes(query: Any, longest: int) -> list[torch.Size]:
     return [torch.Size((1, query.shape[1], length, query.shape[2])) for length in [longest] * whole + [rest]]
 
 
-def _seen(length: int, window: Sequence[int]) -> float:
+def _share_in_window(length: int, window: Sequence[int]) -> float:
     """The share of a row's pairs of tokens inside a window of `window[0]` tokens before a query and itself."""
     if window[0] < 0:
         return 1.0

@@ -43,7 +43,7 @@ def test_unpacking_takes_the_memory_of_one_part(form: str) -> None:
     for weight in (few, many):
         stored = packed.pack(form, weight)
         how = packed.packing_of(stored)
-        held += operator_costs._of_parts("finetune::unpack_", (weight, stored.data, how.scales, form), "cuda")
+        held += operator_costs._parts_scratch("finetune::unpack_", (weight, stored.data, how.scales, form), "cuda")
     assert held[0] == held[1]
     assert 4 * 2**24 <= held[0] <= 12 * 2**24
 
