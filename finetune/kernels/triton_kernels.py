@@ -303,8 +303,10 @@ def _padded_rank(factor: Tensor) -> int:
 
 
 def _tile_with_product(rank: int, factor: Tensor, sums: int, ahead: int) -> dict[str, int]:
-    """Sizes of a tile that is multiplied by a factor of this rank: about so many `sums` stay in registers, and what is
-    loaded up to `ahead` tiles ahead in 48 KiB of shared memory.
+    """Sizes of a tile that is multiplied by a factor of this rank.
+
+    About as many partial sums as `sums` stay in registers, and up to `ahead` tiles, loaded in advance, fit in 48 KiB of
+    shared memory.
     """
     stages = ahead if rank * factor.element_size() <= 128 else 1
     width = min(max(sums // rank, 16), 64)
