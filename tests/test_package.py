@@ -66,7 +66,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     assert any(name.endswith("licenses/data/LICENSE.python_docs") for name in names)
     ours = {str(path.relative_to(ROOT)) for path in (ROOT / "finetune").rglob("*.*") if path.suffix != ".pyc"}
     assert ours <= names
-    assert "finetune/report/templates/run.html.j2" in ours
+    assert "finetune/extras/pages/templates/run.html.j2" in ours
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
     script = (
         "import finetune, sys; from finetune.model.source.locate import locate; "

@@ -12,20 +12,7 @@ import finetune
 from finetune.cli import options
 from finetune.cli.output import give_page, read_or_not
 from finetune.cli.program import command
-from finetune.report.visible import visible
 from finetune.runtime.stages import stage
-
-
-@command
-def report(run: options.RunPath) -> None:
-    """Redraw the plot and report.html of a run."""
-    opened = finetune.RunDirectory.open(run)
-    stage(f"report of {run}: importing the libraries")
-    from finetune.report.page import write
-
-    typer.echo(visible(str(write(opened, plot=True))))
-    if not opened.finished:
-        typer.echo(f"{run} is not finished: the report has what there is so far", err=True)
 
 
 @command

@@ -39,7 +39,7 @@ from finetune.model import bounds
 from finetune.model.base import blaming_base
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES, cross_entropy
-from finetune.report import page
+from finetune.report import reports
 from finetune.report.scores import Scores
 from finetune.report.terminal import Terminal
 from finetune.runtime import libraries
@@ -134,7 +134,7 @@ def evaluate(
         if lines is not None:
             write_lines(run.eval_answers_file, lines)
         if run.report_file.exists():
-            page.write(run)
+            reports.write(run)
     finally:  # what was measured is shown though the disk is full, and kept though the output is
         terminal.show(scores)
     return scores

@@ -10,7 +10,7 @@ from finetune.config import Config
 from finetune.export import publish
 from finetune.model.build import Blueprint, LoadBase
 from finetune.recipe import building, inputs, opening, resume, start
-from finetune.report import page
+from finetune.report import reports
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
 from finetune.resolve import ThisMachine, resolve
@@ -63,7 +63,7 @@ def train(
             opening.record_end(job, session, monitor.run, **steps)
             if job.config.output.merge and job.config.adapter.kind == "lora":
                 publish.merge_locked(run, job.config, terminal, note)
-            page.write(run, plot=True)
+            reports.write(run, end=True)
             run.event("finished", **steps)
             terminal.finished(run)
     return Result(run)

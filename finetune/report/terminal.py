@@ -27,7 +27,7 @@ from finetune.model.structure.experts import Mixture
 from finetune.report import forecast_view, printing, words
 from finetune.report.figures import Figures
 from finetune.report.live import STOPPING, LiveView
-from finetune.report.renewal import Renewal
+from finetune.report.reports import RENEWALS, Renewal
 from finetune.report.result import Result
 from finetune.report.view import View
 from finetune.report.visible import LINES
@@ -52,7 +52,7 @@ class Terminal:
         terminal = False if "ipykernel" in sys.modules else None
         self._console = console or Console(force_jupyter=False, force_terminal=terminal, quiet=quiet)
         self._live: LiveView | None = None
-        self._renewal: Renewal | None = None
+        self._renewals: list[Renewal] = []
         self._forecast: Forecast | None = None
         self._log_every: int | None = None
         self._trains = False
@@ -66,13 +66,13 @@ class Terminal:
         return self._console
 
     def close(self) -> None:
-        """End the live view and a running renewal of the report."""
+        """End the live view and running renewals of reports."""
         self._trains = False
         if self._live:
             self._live.stop()
             self._live = None
-        if self._renewal:
-            self._renewal.stop()
+        for renewal in self._renewals:
+            renewal.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +111,7 @@ class Terminal:
             self._console.file = cast(IO[str], lasting)
         self._forecast, self._log_every = forecast, config.tracking.log_every
         if run.config_file.is_file():  # the other ranks' directories have none
-            self._renewal = Renewal(run)
+            self._renewals = [renewal(run) for renewal in RENEWALS]
         facts = {"run": str(path)} | _job(config, data, processes, mixture) | {"attention": attention}
         facts["device"] = words.device(run.environment(), str(device))
         if unused := words.unused(data.train_counts, data.eval_counts):
@@ -159,8 +159,8 @@ class Terminal:
                 f"lr {line['learning_rate']:.2e}  {words.count(line['tokens_per_second'])} tokens/s  "
                 f"{words.size(headline(line['memory']))}  {words.duration(left)} left"
             )
-        if self._renewal:
-            self._renewal.renew()
+        for renewal in self._renewals:
+            renewal.renew()
 
     def evaluated(self, line: dict[str, Any]) -> None:
         peak = words.size(headline(line.get("memory", {})))

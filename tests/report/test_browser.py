@@ -17,10 +17,10 @@ from test_data_view import inspection
 
 from finetune.api import compare
 from finetune.config import Config
+from finetune.extras.pages import report as page
 from finetune.extras.sweeps.table import SettingResult, SweepTable
 from finetune.extras.sweeps.view import SweepView
 from finetune.forecast.plan import Plan
-from finetune.report import page
 from finetune.report.data_view import DataView
 from finetune.report.forecast_view import PlanView
 from finetune.storage.files import write_json, write_lines, write_text

@@ -18,7 +18,7 @@ from seeing_jobs import SeeingRun, config, example, plain_inputs
 
 from finetune.config import dump
 from finetune.errors import ArtifactError
-from finetune.report import page
+from finetune.extras.pages import report as page
 from finetune.storage.rundir import RunDirectory
 
 pytestmark = pytest.mark.slow

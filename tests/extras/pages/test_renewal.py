@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.report import renewal
-from finetune.report.renewal import Renewal
+from finetune.extras.pages import renewal
+from finetune.extras.pages.renewal import Renewal
 from finetune.storage.rundir import RunDirectory
 
 

@@ -11,11 +11,12 @@ from finetune.config import Config, dump, named
 from finetune.errors import ConfigError
 from finetune.forms import FORMS
 from finetune.report import curves, data_view, forecast_view, view, words
-from finetune.report.figures import RECENT_STEPS, Figures
+from finetune.report.figures import Figures
+from finetune.report.result import result_rows
 from finetune.report.scores import Scores
 from finetune.runtime.memory_monitor import headline
 from finetune.storage.files import write_text
-from finetune.storage.records import DataFacts, Difference
+from finetune.storage.records import DataFacts
 from finetune.storage.rundir import RunDirectory
 
 # Events whose facts have a section of their own.
@@ -69,7 +70,8 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         config, settings = run.config(), ""
     except ConfigError as error:  # written by another version; its results can still be shown
         config, settings = None, f"config.yaml cannot be read: {error}"
-    forecast, differences = run.forecast(), _differences(run)
+    forecast = run.forecast()
+    differences = forecast["differences"] if forecast else []
     document = view.document(
         run.path.name,
         "run.html.j2",
@@ -141,78 +143,6 @@ def _job(
         several = f"{words.count(figures.processes)} x " if figures.processes > 1 else ""
         facts["device"] = several + words.device(environment, environment["device"]["type"])
     return list(facts.items())
-
-
-def result_rows(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str]]:
-    """Losses, memory, speed and time: (name, value, detail)."""
-    rows = []
-    if figures.evaluations:
-        rows.append(("eval loss, before and after", *_eval_loss(figures)))
-    if figures.training:
-        first, final = figures.training[0]["loss"], figures.final_loss
-        rows.append(("training loss, first and last step", f"{words.loss(first)} → {words.loss(final)}",
-                      f"{words.count(figures.steps)} steps"))  # fmt: skip
-    span = f"mean of the last {words.count(min(RECENT_STEPS, figures.steps))} steps"
-    for name, value in figures.recent_statistics.items():
-        if value is not None:
-            rows.append((words.statistic(name), words.number(value), span))
-    if figures.peaks:
-        starts = f"over {words.count(figures.starts)} starts; " if figures.starts > 1 else ""
-        rows.append(("peak memory", words.size(figures.peak_bytes), starts + _forecast(run)))
-    if figures.tokens_per_second is not None:
-        padding = "" if figures.padding_share is None else f", {words.share(figures.padding_share)} padding"
-        rows.append(("speed", f"{words.count(figures.tokens_per_second)} tokens/s", f"median{padding}"))
-    if figures.training:
-        kind = (run.environment() or {"device": {"type": ""}})["device"]["type"]
-        cost = f"{words.hours(figures.device_hours)} of {'GPU' if kind == 'cuda' else 'CPU'} time"
-        rows.append(("duration", words.duration(figures.seconds), cost))
-    return rows
-
-
-def _eval_loss(figures: Figures) -> tuple[str, str]:
-    """The eval loss of the base and of the published weights, and a remark."""
-    base, exported, best = figures.base_eval_loss, figures.exported_evaluation, figures.best_evaluation
-    value = words.loss(base)
-    remarks = []
-    if exported:
-        value += f" → {words.loss(exported['eval_loss'])}"
-        drop = "" if figures.relative_drop is None else f"{words.change(-figures.relative_drop)} "
-        remarks.append(f"{drop}at step {words.count(exported['step'])}")
-    elif figures.exported_step:
-        remarks.append(f"the published weights of step {words.count(figures.exported_step)} were not evaluated")
-    if figures.exported_step and exported:
-        remarks[-1] += ", which was published"
-    if best and exported and best["step"] != exported["step"]:
-        remarks.append(f"best {words.loss(best['eval_loss'])} at step {words.count(best['step'])}")
-    return value, "; ".join(remarks)
-
-
-def _forecast(run: RunDirectory) -> str:
-    """The forecast beside the measured peak: of reserved bytes on a GPU, of the tensors' bytes on a CPU.
-
-    What libraries keep for themselves on a CPU is part of the peak and of the forecast, but is not predicted.
-    """
-    forecast = run.forecast()
-    if forecast is None:
-        return "no forecast was made"
-    differences = _differences(run)
-    needed = words.size(forecast["needed_bytes"])
-    if differences and not any(one.phase in ("forward", "backward") for one in differences):
-        return f"the last one took no step; its forecast was {needed}"
-    budget = f"budget {words.size(forecast['budget_bytes'])}"
-    for measure in ("reserved_bytes", "allocated_bytes"):
-        compared = [one for one in differences if one.measure == measure]
-        if measured := max((one.measured_bytes for one in compared), default=0):
-            predicted = max(one.forecast_bytes for one in compared)
-            text = f"{words.size(predicted)} ({words.change(predicted / measured - 1)})"
-            tensors = measure == "allocated_bytes"
-            return f"forecast {f'{needed}, of its tensors {text}' if tensors else text}, {budget}"
-    return f"forecast {needed}, {budget}"
-
-
-def _differences(run: RunDirectory) -> list[Difference]:
-    forecast = run.forecast()
-    return forecast["differences"] if forecast else []
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from report_lines import MIB, evaluation_line, training_line, write_lines
 
 from finetune.config import Config, TrainingSection, dump
 from finetune.export.export_formats import FORMATS
-from finetune.report import page
+from finetune.extras.pages import report as page
 from finetune.report import words as report_words
 from finetune.report.figures import Figures
 from finetune.report.result import Result
@@ -52,7 +52,7 @@ def test_all_that_other_commands_write_is_linked(run: RunDirectory) -> None:
         (run.path / name).touch()
     page.write(run)
     linked = {link.rstrip("/") for link in Reader(run.report_file.read_text()).references}
-    assert written <= linked, "describe the missing one in _FILES of report/page.py"
+    assert written <= linked, "describe the missing one in _FILES of extras/pages/report.py"
 
 
 def test_the_page_shows_questions_references_and_answers(markup: str) -> None:
