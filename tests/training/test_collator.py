@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import seeing
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import BF16
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from finetune.data import vision
 from finetune.data.batching import MicroBatching
 from finetune.data.cache import digest_of
 from finetune.data.encoded import IGNORE, MEDIA, MEDIA_SIZES, RowImage, RowLayout
-from finetune.data.vision import FAMILIES, Vision
+from finetune.model.base import load_architecture
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives.kto import LABELLED
 from finetune.objectives.preference import PAIRS
 from finetune.training.collator import Idle, Inputs, MicroBatches, first_row, halved
@@ -146,18 +150,17 @@ def test_a_batch_has_an_optional_value_if_its_rows_have_it() -> None:
     assert "margin" not in collate.micro_batch([row])
 
 
-def test_a_batch_has_the_images_of_each_row_if_any_row_has_some() -> None:
-    seeing.skip_without_processors()
-    model, processor = seeing.gemma3()
-    vision = Vision(processor, model.config, FAMILIES["gemma3"])
+def test_a_batch_has_the_images_of_each_row_if_any_row_has_some(tmp_path: Path) -> None:
+    config = BF16.changed({"model.name": str(seeing.base(tmp_path, "gemma3")), "model.vision": "frozen"})
+    seen = vision.of(config, load_architecture(config.model), load_tokenizer(config.model, config.data))
     file = seeing.encoded(seeing.Image.new("RGB", (32, 32), "red"))
-    [token] = vision.image_tokens
+    [token] = seen.image_tokens
     text = {"input_ids": [5, 6], "labels": [5, 6], MEDIA: [], MEDIA_SIZES: []}
     picture = {
         "input_ids": [5, *[token] * 4], "labels": [5, *[IGNORE] * 4],
         MEDIA: [vars(RowImage(data=file, digest=digest_of(file)))], MEDIA_SIZES: [32, 32, 4],
     }  # fmt: skip
-    collate = MicroBatches(MicroBatching(2), PAD, media=vision)
+    collate = MicroBatches(MicroBatching(2), PAD, media=seen)
     both = collate.micro_batch([text, picture])
     assert [set(row) for row in both[MEDIA]] == [set(), {"pixel_values"}]
     assert both["token_type_ids"].tolist() == [[0] * 5, [0, 1, 1, 1, 1]]
