@@ -188,18 +188,23 @@ def refuse_open_kind(quantization: QuantizationSection) -> None:
         )
 
 
-def refuse_same(made: Sequence[Member], configs: Sequence[Config]) -> None:
-    """Raise ConfigError for two members whose `configs` differ in nothing but the directory."""
+def compared_values(config: Config) -> dict[str, dict[str, Any]]:
+    """The values of a member's config by section, without its directory."""
+    return config.model_dump(mode="json", exclude={"output": {"dir"}})
+
+
+def refuse_same(made: Sequence[Member], values: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError for two members with the same `values`."""
     first: dict[str, Member] = {}
-    for member, config in zip(made, configs, strict=True):
-        other = first.setdefault(config.model_dump_json(exclude={"output": {"dir"}}), member)
+    for member, own in zip(made, values, strict=True):
+        other = first.setdefault(json.dumps(own), member)
         if other is not member:
             raise ConfigError(f"{other.name} and {member.name} are the same job; give other values")
 
 
 def _check_members(made: Sequence[Member]) -> None:
     configs = [each.config for each in made]
-    refuse_same(made, configs)
+    refuse_same(made, [*map(compared_values, configs)])
     job = configs[0]
     if job.training.max_steps and len({each.training.batch_size for each in configs}) > 1:
         raise ConfigError(

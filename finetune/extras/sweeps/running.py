@@ -123,13 +123,14 @@ def _check(members: Sequence[Member]) -> None:
     is decided, before any is trained.
     """
     checked: list[AdapterSection] = []
-    decided: list[Config] = []
+    decided: list[dict[str, dict[str, Any]]] = []
     for member in members:
         job = resolve(member.config, until="machine")
         config = job.config
         grid.refuse_open_kind(config.quantization)
-        unpaged = OPTIMIZERS[config.optimizer.kind].unpaged or config.optimizer.kind
-        decided.append(config.changed({"optimizer.kind": unpaged}))
+        values = grid.compared_values(config)
+        values["optimizer"]["kind"] = OPTIMIZERS[config.optimizer.kind].unpaged or config.optimizer.kind
+        decided.append(values)
         adapter = resume.to_build(config.adapter, resumed=True)  # a resumed member has already read what it starts from
         if adapter not in checked:
             architecture = job.architecture or load_architecture(config.model)
@@ -137,7 +138,7 @@ def _check(members: Sequence[Member]) -> None:
             build.blueprint(config, architecture, attention).check(adapter)
             checked.append(adapter)
     grid.refuse_same(members, decided)
-    if len({(one.quantization.model_dump_json(), one.output.way) for one in decided}) > 1:
+    if len({json.dumps([one["quantization"], one["output"]["way"]]) for one in decided}) > 1:
         raise ConfigError(
             "`output.way: auto` holds the base of these members in different forms, and members are trained on one; "
             "set `rounded`"
