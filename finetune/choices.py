@@ -146,8 +146,9 @@ _GIVEN: dict[str, Callable[[Any], Any]] = {
 """The conversion of values that may be given from Python, by key; no two sections share one of these keys."""
 
 
-def config_of(run: RunDirectory, *, trust_remote_code: bool = False) -> Config:
-    """The config that `run` was started with, checked in full, for a command that acts on it.
+def config_of(run: RunDirectory, *, held_out: str | None = None, trust_remote_code: bool = False) -> Config:
+    """The config that `run` was started with, checked in full, for a command that acts on it; with `held_out`, a file,
+    as `data.eval`.
 
     A run directory may come from someone else: `trust_remote_code` is the user's consent to run the Python code that
     its base ships with. Raises ArtifactError where that is missing, or for a run whose weights need what is gone;
@@ -161,7 +162,7 @@ def config_of(run: RunDirectory, *, trust_remote_code: bool = False) -> Config:
         raise ArtifactError(
             _no_consent(run.config_file, config.model, "`--trust-remote-code` (in Python: `trust_remote_code=True`)")
         )
-    return config
+    return config if held_out is None else config.changed({"data.eval": held_out})
 
 
 _TRUST = "model.trust_remote_code"

@@ -142,12 +142,13 @@ def evaluate(
 
 def _config(run: RunDirectory, data: str | PathLike[str] | None, *, answers: bool, trust_remote_code: bool) -> Config:
     """The config of the run, with the rows of `data` held out, if given; refuses `answers` of a model that has none."""
-    config = config_of(run, trust_remote_code=trust_remote_code)
+    held_out = None if data is None else fspath(data)
+    config = config_of(run, held_out=held_out, trust_remote_code=trust_remote_code)
     if config.scorer and answers:
         raise ConfigError(
             f"{run.path} is a {config.scorer}, which gives scores and no answers; leave out `--metric` and `--task`"
         )
-    return config if data is None else config.changed({"data.eval": fspath(data)})
+    return config
 
 
 def _has_rows(section: DataSection, tokenizer: Any, media: Media, *, needed: bool) -> bool:
