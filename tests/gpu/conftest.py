@@ -6,11 +6,12 @@ a CPU can (see on_cpu.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import on_cpu
@@ -77,12 +78,20 @@ def beside_context(cuda: torch.device) -> Callable[[int], int]:
     return limit
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+@pytest.fixture
+def on_card() -> contextlib.AbstractContextManager[None]:
+    """A context for each assertion of a test with `cuda`: on a CPU one that does not hold does not end the test."""
+    return contextlib.nullcontext() if DEVICE.type == "cuda" else on_cpu.Assertions()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     """On a CPU, a test that asks for a card runs as far as it can."""
-    if DEVICE.type != "cuda" and "cuda" in pyfuncitem.fixturenames:
-        names = pyfuncitem._fixtureinfo.argnames
-        on_cpu.run_body(pyfuncitem.obj, {name: pyfuncitem.funcargs[name] for name in names})
+    if DEVICE.type == "cuda" or "cuda" not in pyfuncitem.fixturenames:
+        return (yield)
+    with on_cpu.as_far_as_possible(pyfuncitem.obj, pyfuncitem.funcargs.get("on_card", on_cpu.Assertions())):
+        yield
+    return True
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@
 
 With FINETUNE_GPU_TESTS_ON=cpu a test that asks for a card (fixture `cuda`) runs its body on the CPU, with stand-ins for
 what CUDA alone gives. They make nothing true: the test is never passed but skipped, and the reason says how many of
-its assertions were reached, whatever they found, and where the body ended. A wrong name or argument fails it.
+its assertions (fixture `on_card`) were reached, whatever they found, and where the body ended. A wrong name or argument
+fails it.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
 import io
@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import textwrap
+import traceback
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -38,21 +38,44 @@ _WRONG = (NameError, AttributeError, ImportError, TypeError)
 # -- the body ----------------------------------------------------------------------------------------------------------
 
 
-def run_body(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Run the body of `function` to its end or to what only a card can do, and skip the test with how far it came."""
-    reached: dict[int, str] = {}
-    rewritten, total = _noting(function, reached)
+class Assertions:
+    """A context for one assertion about what a card does: on a CPU it is evaluated and noted, whatever it finds.
+
+    A wrong name or argument in it fails the test.
+    """
+
+    def __init__(self) -> None:
+        self.reached: dict[int, str] = {}
+        """By line, the error that the assertion ended with; empty if it could be evaluated."""
+        self._line = 0
+
+    def __enter__(self) -> None:
+        self._line = sys._getframe(1).f_lineno
+        self.reached.setdefault(self._line, "")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        if not isinstance(error, Exception) or is_wrong(error):
+            return False
+        if not isinstance(error, AssertionError):
+            said = type(error).__name__
+            self.reached[self._line] = f"{said} {error}" if isinstance(error, KeyError) else said
+        return True
+
+
+@contextlib.contextmanager
+def as_far_as_possible(function: Callable[..., Any], assertions: Assertions) -> Iterator[None]:
+    """In the block, the body of `function` runs to its end or to what only a card can do; the test is then skipped."""
     place = "to its end"
     try:
-        rewritten(**arguments)
-    except pytest.skip.Exception:
-        raise
+        yield
     except Exception as error:
         if is_wrong(error):
             raise
-        place = f"up to {_line_in(function, error)}: {type(error).__name__}"
-    reason = f"ran on a CPU {place}; {len(reached)} of {total} assertions reached"
-    if lacking := sorted({error for error in reached.values() if error}):
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.line for frame in frames if frame.name == function.__name__]
+        place = f"up to `{lines[-1] if lines else ''}`: {type(error).__name__}"
+    reason = f"ran on a CPU {place}; {len(assertions.reached)} assertions reached"
+    if lacking := sorted({error for error in assertions.reached.values() if error}):
         reason += f", which lack what a card gives ({', '.join(lacking)})"
     pytest.skip(reason)
 
@@ -60,56 +83,6 @@ def run_body(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None
 def is_wrong(error: BaseException) -> bool:
     """Whether `error` would be one on a card too; where None stands for what a CPU has not, it says nothing."""
     return isinstance(error, _WRONG) and "NoneType" not in str(error)
-
-
-def _noting(function: Callable[..., Any], reached: dict[int, str]) -> tuple[Callable[..., Any], int]:
-    """`function` with each assertion noted in `reached`, by its line and with the error that it ended with, if any.
-
-    None of them ends it. Also returns how many there are.
-    """
-    original = inspect.unwrap(function)
-    lines, first = inspect.getsourcelines(original)
-    tree = ast.parse(textwrap.dedent("".join(lines)))
-    ast.increment_lineno(tree, first - 1)
-    total = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
-    tree = ast.fix_missing_locations(_Noted().visit(tree))
-
-    @contextlib.contextmanager
-    def asserting(line: int) -> Iterator[None]:
-        reached.setdefault(line, "")
-        try:
-            yield
-        except AssertionError:
-            return
-        except Exception as error:
-            if is_wrong(error):
-                raise
-            reached[line] = f"{type(error).__name__} {error}" if isinstance(error, KeyError) else type(error).__name__
-
-    names = {**original.__globals__, "__asserting": asserting}
-    exec(compile(tree, inspect.getfile(original), "exec"), names)  # noqa: S102 (a test's own source)
-    return names[original.__name__], total
-
-
-class _Noted(ast.NodeTransformer):
-    """`assert x` becomes `with __asserting(line): assert x`."""
-
-    def visit_Assert(self, node: ast.Assert) -> ast.With:
-        note = ast.Call(ast.Name("__asserting", ast.Load()), [ast.Constant(node.lineno)], [])
-        return ast.copy_location(ast.With([ast.withitem(note)], [node]), node)
-
-
-def _line_in(function: Callable[..., Any], error: BaseException) -> str:
-    """The line of the test's body in which `error` came up."""
-    code, found = inspect.unwrap(function), ""
-    lines, first = inspect.getsourcelines(code)
-    traceback = error.__traceback__
-    while traceback:
-        line = traceback.tb_lineno - first
-        if traceback.tb_frame.f_code.co_filename == inspect.getfile(code) and 0 <= line < len(lines):
-            found = lines[line].strip()
-        traceback = traceback.tb_next
-    return f"`{found}`"
 
 
 # -- stand-ins ---------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_rotation(cuda, dtype, backward) -> None:
 
 
 @pytest.mark.parametrize("activation", ops.ACTIVATIONS)
-def test_gated_activations(cuda, dtype, activation) -> None:
+def test_gated_activations(cuda, on_card, dtype, activation) -> None:
     both, da = torch.randn(2, TOKENS, 2 * INNER, dtype=dtype), torch.randn(2, TOKENS, INNER, dtype=dtype)
     there, gradient = both.clone().to(cuda), da.clone().to(cuda)
     factor, lows = torch.randn(16, INNER, dtype=dtype), torch.randn(3, 2 * TOKENS, 16, dtype=dtype)
@@ -69,7 +69,8 @@ def test_gated_activations(cuda, dtype, activation) -> None:
     sums = [(a[..., INNER : INNER + 16], a[..., :INNER].float() @ factor.to(cuda).float().t())]
     version = there._version
     found = ops.gated_backward_(*there.chunk(2, -1), gradient, activation, *lows.to(cuda), torch.float32)
-    assert there._version > version, "autograd sees that gate and up are changed"
+    with on_card:
+        assert there._version > version, "autograd sees that gate and up are changed"
     exact = both.float()
     exactly(ops.gated_backward_, *exact.chunk(2, -1), da.float(), activation, *lows.float(), torch.float32)
     assert_one_rounding(there, exact)
@@ -79,7 +80,8 @@ def test_gated_activations(cuda, dtype, activation) -> None:
     ]
     sums += zip(found, [whole[0].t(), *whole[1:]], strict=True)
     for one, other in sums:
-        assert (one.float() - other).norm() <= torch.finfo(dtype).eps * other.norm()
+        with on_card:
+            assert (one.float() - other).norm() <= torch.finfo(dtype).eps * other.norm()
 
 
 @pytest.mark.parametrize(("kind", "nested"), [("nf4", True), ("nf4", False), ("fp4", False)])

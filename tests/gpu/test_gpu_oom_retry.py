@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from finetune.training import warm_up
 
 pytestmark = pytest.mark.gpu
 
+OnCard = AbstractContextManager[None]
+
 Configure = Callable[..., Config]
 BesideContext = Callable[[int], int]
 
@@ -28,7 +31,7 @@ TOLERANCE = 1e-4
 
 @pytest.mark.parametrize("checkpointing", ["none", "all"])
 def test_gradients_under_a_real_cap_equal_those_without(
-    configure: Configure, cuda: torch.device, beside_context: BesideContext, checkpointing: str
+    configure: Configure, cuda: torch.device, on_card: OnCard, beside_context: BesideContext, checkpointing: str
 ) -> None:
     loop = ready(
         configure(training__precision="fp32", quantization__kind="none", data__max_length=512, training__batch_size=32,
@@ -47,8 +50,10 @@ def test_gradients_under_a_real_cap_equal_those_without(
         healed_loss, healed = gradients(loop, inputs)
     finally:
         devices.cap(None, cuda)
-    assert loop.recorder.outlets.run.events()[-1]["event"] == "micro_batch_split"
-    assert healed_loss == pytest.approx(loss, rel=1e-5)
+    with on_card:
+        assert loop.recorder.outlets.run.events()[-1]["event"] == "micro_batch_split"
+    with on_card:
+        assert healed_loss == pytest.approx(loss, rel=1e-5)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         torch.testing.assert_close(healed[name], gradient, rtol=0, atol=TOLERANCE * largest)
@@ -83,27 +88,33 @@ def test_the_worst_first_puts_everything_back(configure: Configure, device: torc
 
 @pytest.mark.parametrize("kind", ["paged_adamw_8bit", "adamw_torch_fused"])
 def test_the_scaler_backs_off_from_a_nan_in_fp16(
-    configure: Configure, cuda: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str
+    configure: Configure, cuda: torch.device, on_card: OnCard, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     spoil_losses(monkeypatch, 5, 6)
     run = recipe.train(configure(training__precision="fp16", optimizer__kind=kind)).run
     lines = run.metrics()
-    assert [line["step"] for line in lines if line["loss"] is None] == [5, 6]
-    assert all(line["loss"] > 0 for line in lines if line["loss"] is not None)
+    with on_card:
+        assert [line["step"] for line in lines if line["loss"] is None] == [5, 6]
+    with on_card:
+        assert all(line["loss"] > 0 for line in lines if line["loss"] is not None)
     skipped = [line["step"] for line in lines if line.get("skipped")]
-    assert {5, 6} <= set(skipped)
+    with on_card:
+        assert {5, 6} <= set(skipped)
     # The schedule waits for each: a later line's rate is that of as many steps before.
     rates = [line["learning_rate"] for line in lines]
-    assert rates[4] == rates[5] == rates[6]
+    with on_card:
+        assert rates[4] == rates[5] == rates[6]
     (checkpoint,) = run.complete_checkpoints()
     scaler = json.loads((checkpoint / "state.json").read_text())["scaler"]
-    assert scaler["scale"] == 2.0 ** (16 - len(skipped))
+    with on_card:
+        assert scaler["scale"] == 2.0 ** (16 - len(skipped))
 
 
-def test_a_nan_that_stays_in_fp16_stops(configure: Configure, cuda: torch.device, monkeypatch) -> None:
+def test_a_nan_that_stays_in_fp16_stops(configure: Configure, cuda: torch.device, on_card: OnCard, monkeypatch) -> None:
     spoil_losses(monkeypatch, *range(2, 61))
     config = configure(training__precision="fp16", training__max_steps=60)
     with pytest.raises(NumbersError):
         recipe.train(config)
     lines = RunDirectory(Path(str(config.output.dir))).metrics()
-    assert 17 <= len(lines) <= 18
+    with on_card:
+        assert 17 <= len(lines) <= 18

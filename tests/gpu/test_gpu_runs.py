@@ -6,6 +6,7 @@ import json
 import statistics
 import subprocess
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from finetune.runtime.memory_monitor import CudaMeter
 from finetune.storage.rundir import RunDirectory
 
 pytestmark = pytest.mark.gpu
+
+OnCard = AbstractContextManager[None]
 
 Configure = Callable[..., Config]
 Train = Callable[[str, Path], subprocess.CompletedProcess[str]]
@@ -56,23 +59,26 @@ def test_every_storage_trains(configure: Configure, device: torch.device, quanti
 
 
 def test_offloaded_checkpoints_train_to_the_same_losses(
-    configure: Configure, cuda: torch.device, tmp_path: Path
+    configure: Configure, cuda: torch.device, on_card: OnCard, tmp_path: Path
 ) -> None:
     kept = finetune.train(configure(output__dir=tmp_path / "kept"))
     offloaded = finetune.train(configure(output__dir=tmp_path / "offloaded", memory__offload="checkpoints"))
-    assert losses(offloaded.run) == pytest.approx(losses(kept.run), rel=2e-2)
+    with on_card:
+        assert losses(offloaded.run) == pytest.approx(losses(kept.run), rel=2e-2)
 
 
-def test_fp16_with_loss_scaling_trains(configure: Configure, cuda: torch.device) -> None:
+def test_fp16_with_loss_scaling_trains(configure: Configure, cuda: torch.device, on_card: OnCard) -> None:
     result = finetune.train(configure(training__precision="fp16", training__max_steps=24))
-    assert falls(result.run)
+    with on_card:
+        assert falls(result.run)
     (checkpoint,) = result.run.complete_checkpoints()
-    assert json.loads((checkpoint / "state.json").read_text())["scaler"]["scale"] >= 1
+    with on_card:
+        assert json.loads((checkpoint / "state.json").read_text())["scaler"]["scale"] >= 1
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "none"])
 def test_a_resumed_run_ends_with_the_same_bits_in_the_same_memory(
-    configure: Configure, cuda: torch.device, tmp_path: Path, quantization: str
+    configure: Configure, cuda: torch.device, on_card: OnCard, tmp_path: Path, quantization: str
 ) -> None:
     def train(name: str, steps: int) -> RunDirectory:
         config = configure(
@@ -85,27 +91,38 @@ def test_a_resumed_run_ends_with_the_same_bits_in_the_same_memory(
     whole = train("whole", 6)
     for steps in (2, 4, 6):
         stopped = train("stopped", steps)
-    assert losses(stopped) == losses(whole)
+    with on_card:
+        assert losses(stopped) == losses(whole)
     weights = [load_file(run.adapter / "adapter_model.safetensors") for run in (whole, stopped)]
-    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+    with on_card:
+        assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
     peaks = [run.metrics()[-1]["memory"]["backward"]["allocated_bytes"] for run in (whole, stopped)]
-    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
+    with on_card:
+        assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
 
 
-def test_memory_lines_nest_and_a_snapshot_is_written_when_asked_for(configure: Configure, cuda: torch.device) -> None:
+def test_memory_lines_nest_and_a_snapshot_is_written_when_asked_for(
+    configure: Configure, cuda: torch.device, on_card: OnCard
+) -> None:
     result = finetune.train(
         configure(training__max_steps=3, training__micro_batch=4, data__max_length=512, memory__snapshot=True)
     )
     lines = [line["memory"] for line in result.run.metrics()]
-    assert len(lines) == 3
+    with on_card:
+        assert len(lines) == 3
     for phases in lines:
-        assert {"forward", "backward", "optimizer"} <= set(phases)
+        with on_card:
+            assert {"forward", "backward", "optimizer"} <= set(phases)
         for peak in phases.values():
-            assert 0 < peak["allocated_bytes"] <= peak["reserved_bytes"] <= peak["device_bytes"]
-    assert peaks_of(result.run)["load"]["allocated_bytes"] > 0
+            with on_card:
+                assert 0 < peak["allocated_bytes"] <= peak["reserved_bytes"] <= peak["device_bytes"]
+    with on_card:
+        assert peaks_of(result.run)["load"]["allocated_bytes"] > 0
     # A phase that measured another one's work would show it here: the update needs no activations.
-    assert lines[-1]["backward"]["allocated_bytes"] > lines[-1]["optimizer"]["allocated_bytes"]
-    assert result.run.snapshot_file.stat().st_size > 0
+    with on_card:
+        assert lines[-1]["backward"]["allocated_bytes"] > lines[-1]["optimizer"]["allocated_bytes"]
+    with on_card:
+        assert result.run.snapshot_file.stat().st_size > 0
 
 
 @pytest.mark.parametrize(
@@ -116,43 +133,68 @@ def test_memory_lines_nest_and_a_snapshot_is_written_when_asked_for(configure: C
     ],
 )
 def test_a_cap_that_is_too_small_ends_with_exit_code_6_and_a_snapshot(
-    configure: Configure, train_in_a_process: Train, beside_context: BesideContext, cuda: torch.device, tmp_path: Path,
-    room_bytes: int, monkeypatch: pytest.MonkeyPatch,
+    configure: Configure, train_in_a_process: Train, beside_context: BesideContext, cuda: torch.device, on_card: OnCard,
+    tmp_path: Path, room_bytes: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     # In a process of its own: the cap holds for the whole process. Segments of fixed size, whose pages are smaller.
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     config = configure(memory__limit=beside_context(room_bytes), **LARGE)
     done = train_in_a_process(dump(config), tmp_path / "capped.yaml")
-    assert done.returncode == 6, done.stderr
-    assert done.stderr.startswith("error: out of memory")
-    assert "Traceback" not in done.stderr
-    assert (tmp_path / "run" / "memory_snapshot.pickle").stat().st_size > 0
-    assert ("The row that does not fit" in done.stderr) == (room_bytes == 40 * MIB)
+    with on_card:
+        assert done.returncode == 6, done.stderr
+    with on_card:
+        assert done.stderr.startswith("error: out of memory")
+    with on_card:
+        assert "Traceback" not in done.stderr
+    with on_card:
+        assert (tmp_path / "run" / "memory_snapshot.pickle").stat().st_size > 0
+    with on_card:
+        assert ("The row that does not fit" in done.stderr) == (room_bytes == 40 * MIB)
 
 
 def test_a_cap_that_takes_fewer_rows_is_trained_within(
-    configure: Configure, train_in_a_process: Train, beside_context: BesideContext, cuda: torch.device, tmp_path: Path
+    configure: Configure,
+    train_in_a_process: Train,
+    beside_context: BesideContext,
+    cuda: torch.device,
+    on_card: OnCard,
+    tmp_path: Path,
 ) -> None:
     changes = {**LARGE, "training__max_steps": 6}
     config = configure(**changes, memory__limit=beside_context(256 * MIB))
     done = train_in_a_process(dump(config), tmp_path / "capped.yaml")
-    assert done.returncode == 0, done.stderr
+    with on_card:
+        assert done.returncode == 0, done.stderr
     capped = RunDirectory(tmp_path / "run")
     splits = [event for event in capped.events() if event["event"] == "micro_batch_split"]
-    assert splits[0]["rows"] == 64
-    assert splits[0]["step"] == 1
-    assert max(peak["reserved_bytes"] for peak in peaks_of(capped).values()) <= 256 * MIB + PAGE
+    with on_card:
+        assert splits[0]["rows"] == 64
+    with on_card:
+        assert splits[0]["step"] == 1
+    with on_card:
+        assert max(peak["reserved_bytes"] for peak in peaks_of(capped).values()) <= 256 * MIB + PAGE
     roomy = finetune.train(configure(**changes, output__dir=tmp_path / "roomy")).run
-    assert losses(capped) == pytest.approx(losses(roomy), rel=2e-2)
+    with on_card:
+        assert losses(capped) == pytest.approx(losses(roomy), rel=2e-2)
 
 
 def test_a_cap_that_fits_is_kept(
-    configure: Configure, train_in_a_process: Train, beside_context: BesideContext, cuda: torch.device, tmp_path: Path
+    configure: Configure,
+    train_in_a_process: Train,
+    beside_context: BesideContext,
+    cuda: torch.device,
+    on_card: OnCard,
+    tmp_path: Path,
 ) -> None:
     config = configure(memory__limit=beside_context(512 * MIB), memory__check="off")
     done = train_in_a_process(dump(config), tmp_path / "capped.yaml")
-    assert done.returncode == 0, done.stderr
-    assert max(peak["reserved_bytes"] for peak in peaks_of(RunDirectory(tmp_path / "run")).values()) <= 512 * MIB + PAGE
+    with on_card:
+        assert done.returncode == 0, done.stderr
+    with on_card:
+        assert (
+            max(peak["reserved_bytes"] for peak in peaks_of(RunDirectory(tmp_path / "run")).values())
+            <= 512 * MIB + PAGE
+        )
 
 
 def test_the_merged_model_is_the_trained_one(configure: Configure, device: torch.device) -> None:
@@ -163,12 +205,14 @@ def test_the_merged_model_is_the_trained_one(configure: Configure, device: torch
     assert (result.run.merged / "model.safetensors").is_file()
 
 
-def test_the_meter_sees_a_peak_that_is_gone(cuda: torch.device) -> None:
+def test_the_meter_sees_a_peak_that_is_gone(cuda: torch.device, on_card: OnCard) -> None:
     meter = CudaMeter()
     meter.reset()
     before = torch.cuda.memory_allocated()
     size_bytes = 64 * 2**20
     torch.empty(size_bytes, dtype=torch.uint8, device=cuda)
-    assert meter.read()["allocated_bytes"] >= before + size_bytes
+    with on_card:
+        assert meter.read()["allocated_bytes"] >= before + size_bytes
     meter.reset()
-    assert meter.read()["allocated_bytes"] < before + size_bytes
+    with on_card:
+        assert meter.read()["allocated_bytes"] < before + size_bytes
