@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,32 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
     neither network nor a licence. Raises ConfigError for a base whose files are quantized in a form that is not kept,
     and for a sequence classifier where none is wanted.
     """
-    architecture = _architecture(section, listed)
+    if (listed or section.weights == "random") and catalog.find(section.name):
+        architecture = catalog.config(section.name)
+    else:
+        architecture = hub_call(f"model `{section.name}`", lambda: _known(section))
+        _refuse_kernels(architecture, section.name)
+        try:
+            architecture.get_text_config()
+        except ValueError:  # a composite model that reads one text and writes another, such as MusicGen
+            raise ConfigError(
+                f"`model.name`: a model of type `{architecture.model_type}` has several models of text in it, none of "
+                "them a language model by itself; use a decoder"
+            ) from None
+        if section.weights == "pretrained":
+            prequantized.refuse(section, architecture)
+        if getattr(architecture, "rescale_every", 0):
+            # RWKV rescales weights in place between training and evaluation, for fp16; this breaks quantization and
+            # LoRA.
+            architecture.rescale_every = 0
+
+    if section.vocabulary:
+        text = architecture.get_text_config()
+        if section.vocabulary < (size := getattr(text, "vocab_size", 0)):
+            raise ConfigError(f"`model.vocabulary`: {section.vocabulary} is less than the {size} rows of the base")
+        text.vocab_size = section.vocabulary
+    architecture = rope.scaled(architecture, section)
+
     if section.labels:
         return sequence_head.want(architecture, section.labels)
     if sequence_head.is_wanted(architecture):
@@ -58,45 +83,13 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
     return architecture
 
 
-def _architecture(section: ModelSection, listed: bool) -> Any:
-    from transformers import AutoConfig
-
-    if (listed or section.weights == "random") and catalog.find(section.name):
-        return _as_configured(catalog.config(section.name), section)
-    architecture = hub_call(f"model `{section.name}`", lambda: _known(section, AutoConfig.from_pretrained))
-    _refuse_kernels(architecture, section.name)
-    try:
-        architecture.get_text_config()
-    except ValueError:  # a composite model that reads one text and writes another, such as MusicGen
-        raise ConfigError(
-            f"`model.name`: a model of type `{architecture.model_type}` has several models of text in it, none of them "
-            "a language model by itself; use a decoder"
-        ) from None
-    if section.weights == "pretrained":
-        prequantized.refuse(section, architecture)
-    if getattr(architecture, "rescale_every", 0):
-        # RWKV rescales weights in place between training and evaluation, for fp16; this breaks quantization and LoRA.
-        architecture.rescale_every = 0
-    return _as_configured(architecture, section)
-
-
-def _as_configured(architecture: Any, section: ModelSection) -> Any:
-    """The transformers config, changed in place to the rotary scaling and the vocabulary of `section`."""
-    if section.vocabulary:
-        text = architecture.get_text_config()
-        if section.vocabulary < (size := getattr(text, "vocab_size", 0)):
-            raise ConfigError(f"`model.vocabulary`: {section.vocabulary} is less than the {size} rows of the base")
-        text.vocab_size = section.vocabulary
-    return rope.scaled(architecture, section)
-
-
-def _known(section: ModelSection, load: Callable[..., Any]) -> Any:
-    """transformers' config by `load`. Raises ArtifactError for a model type that the installed transformers lacks."""
+def _known(section: ModelSection) -> Any:
+    """transformers' config of the base. Raises ArtifactError for a model type that the installed transformers lacks."""
     import transformers
 
     where: dict[str, Any] = {"revision": section.revision}
     try:
-        return load(locate(section.name), **where, **pinned_code(section))
+        return transformers.AutoConfig.from_pretrained(locate(section.name), **where, **pinned_code(section))
     except ValueError as error:
         if "does not recognize this architecture" not in str(error):
             raise
