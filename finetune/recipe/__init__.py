@@ -34,32 +34,35 @@ def train(
     """
     terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
     with start.started(config, terminal, fresh=fresh) as (session, job):
-        # Resolve: every `auto` gets a value, and what cannot be as it was asked for is refused.
+        # Resolve what needs no rows: precision, learning rate, and the kernels that are off.
         run, note = session.run, terminal.note
         job = resolve(job, ThisMachine(session.device), session.earlier, until="machine")
-        if resume.is_finished(job):
+        if resume.is_finished(job):  # which refuses a run that was started with another config
             return Result(run)
-        prepared, read = inputs.gather(resolve(job, until="kernels"), session)
-        job = resolve(prepared, until="memory")
+        job = resolve(job, until="kernels")
+
+        # Prepare the rows (data/prepare.py), and resolve what they decide: how the weights are held, then the memory.
+        job_with_rows, job_inputs = inputs.gather(job, session)
+        job = resolve(job_with_rows, until="memory")
 
         # Open a new run directory, or an earlier one and its last checkpoint.
-        opened = opening.open_run(job, read, session)
+        opened = opening.open_run(job, job_inputs, session)
         with start.computing(job, opened.run, session) as (monitor, trackers):
-            # Build the base, which is asked a few questions, and the adapter on it.
-            built, asked = building.load_and_adapt(
-                job, read, opened, session, monitor, trackers, callbacks, load_base
+            # Build the base, which answers a few questions before training, the adapter on it, and the kernels.
+            training_job, answered = building.load_and_adapt(
+                job, job_inputs, opened, session, monitor, trackers, callbacks, load_base
             )  # fmt: skip
-            built, job = building.complete(built, job, prepared, session)
+            training_job, job = building.complete(training_job, job, job_with_rows, session)
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
-            ended = training.train(built)
-            sample_answers.after(built.model, built.tokenizer, job.config, opened.run, asked)
+            outcome = training.train(training_job)
+            sample_answers.after(training_job.model, training_job.tokenizer, job.config, opened.run, answered)
             trackers.answers(opened.run)
-            del built
+            del training_job
 
         # Publish, and report.
         if ranks.is_main():
-            steps = {"step": ended.steps, "best_step": ended.best_step}
+            steps = {"step": outcome.steps, "best_step": outcome.best_step}
             opening.record_end(job, session, monitor.run, **steps)
             if job.config.output.merge and job.config.adapter.kind == "lora":
                 publish.merge_locked(run, job.config, terminal, note)

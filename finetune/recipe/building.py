@@ -55,26 +55,26 @@ def load_and_adapt(
     ), answered  # fmt: skip
 
 
-def complete(training: TrainingJob, job: Job, prepared: Job, session: Session) -> tuple[TrainingJob, Job]:
-    """The job to be trained with its kernels; planned again if its model rules out some that were not off before.
+def complete(training_job: TrainingJob, job: Job, with_rows: Job, session: Session) -> tuple[TrainingJob, Job]:
+    """The job to be trained, with its kernels; planned again if its model rules out some that were not off before.
 
-    `prepared` is the job before its memory was fitted, whose `auto` settings may get other values. The run remembers
+    `with_rows` is the job before its memory was fitted, whose `auto` settings may get other values. The run remembers
     the kernels, so that its next start plans without them at once. Raises as `resolve` does.
     """
-    training = model_setup.complete(training)
+    training_job = model_setup.complete(training_job)
     measured.context(session.device, session.terminal.note)  # now that the kernels of a step are loaded
-    ruled_out = sorted(training.kernels_off - job.kernels_off)
+    ruled_out = sorted(training_job.kernels_off - job.kernels_off)
     if not ruled_out:
-        return training, job
+        return training_job, job
     session.terminal.note("planning again, without what is off")
-    run, model = training.outlets.run, training.model
-    job = resolve(replace(prepared, kernels_off=training.kernels_off), earlier=run, until="memory")
+    run, model = training_job.outlets.run, training_job.model
+    job = resolve(replace(with_rows, kernels_off=training_job.kernels_off), earlier=run, until="memory")
     layers = checkpointing.layers(model)
-    checkpointing.apply(model, job.config.memory, training.process.device.type)
+    checkpointing.apply(model, job.config.memory, training_job.process.device.type)
     checkpointing.choose(model, checkpointing.pattern(job.config.memory.checkpointing, len(layers)))
     if ranks.is_main():
         run.event("kernels_ruled_out", kernels=ruled_out)
         opening.write_plan(job, run)
     by_length = job.forecast.by_length if job.forecast else ()
-    provenance = {**training.provenance, "config": job.config.model_dump(mode="json")}
-    return replace(training, config=job.config, by_length=by_length, provenance=provenance), job
+    provenance = {**training_job.provenance, "config": job.config.model_dump(mode="json")}
+    return replace(training_job, config=job.config, by_length=by_length, provenance=provenance), job

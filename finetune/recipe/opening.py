@@ -49,7 +49,7 @@ def open_run(job: Job, inputs: JobInputs, session: Session) -> Opened:
         run.claim()
         lock.take()
         start = resume.find(run)
-        provenance.changes_since(run, start.checkpoint, _provenance(job, inputs))
+        provenance.changes_since(run, start.checkpoint, _provenance(job, inputs))  # refuses what may not change
         # A reopened run says so before its new config is saved: a finished run with a config that asks for more steps
         # would otherwise be taken for finished with all of them.
         _reopen(run, start, inputs, note)

@@ -37,7 +37,10 @@ def to_build(adapter: AdapterSection, *, resumed: bool) -> AdapterSection:
 
 
 def is_finished(job: Job) -> bool:
-    """Whether its earlier start, if any, left everything that a job asks for, with a note if so."""
+    """Whether the run's earlier start, if any, left everything that a job asks for, with a note if so.
+
+    Raises ConfigError if that start had another config, or one with keys that this version lacks and it is to go on.
+    """
     run = job.earlier
     return ranks.main_does(lambda: run is not None and run.has_results and _is_finished(job, run))
 

@@ -26,8 +26,8 @@ from finetune.training.checks import check_shares
 from finetune.training.tracking import Trackers
 
 
-class Lock(contextlib.ExitStack):
-    """Keeps other processes out of a run directory, and records a signal that ends the run."""
+class DeferredLock(contextlib.ExitStack):
+    """Keeps other processes out of a run directory once it is taken, and records a signal that ends the run."""
 
     def __init__(self, run: RunDirectory) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Session:
     run: RunDirectory
     device: torch.device
     signals: Signals
-    lock: Lock
+    lock: DeferredLock
     terminal: Terminal
     fresh: bool
 
@@ -92,7 +92,8 @@ class Session:
 def started(asked: Config, terminal: Terminal, *, fresh: bool) -> Iterator[tuple[Session, Job]]:
     """In the block, signals are handled, ranks are connected, and failures of the disk and the base are explained.
 
-    The job is as far as its base and rows decide it. On exit, the terminal's live line ends and the lock is released.
+    The job is resolved as far as its base decides. The session's lock is taken later: by `inputs.gather` for a run
+    that exists, else by `opening.open_run`. On exit it is released, and the terminal's live line ends.
     """
     with ranks.refusing():
         job = resolve(asked, until="base", say=terminal.resolved)
@@ -101,7 +102,12 @@ def started(asked: Config, terminal: Terminal, *, fresh: bool) -> Iterator[tuple
     with terminal, Signals(terminal.stopping) as signals:
         with ranks.refusing():
             device = this_device()
-        with ranks.together(device), Lock(run) as lock, failures.disk_errors(run), blaming_base(job.config.model):
+        with (
+            ranks.together(device),
+            DeferredLock(run) as lock,
+            failures.disk_errors(run),
+            blaming_base(job.config.model),
+        ):
             yield Session(run, device, signals, lock, terminal, fresh), job
 
 

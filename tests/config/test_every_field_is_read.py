@@ -86,7 +86,8 @@ class Uses(ast.NodeVisitor):
 
     def _kind(self, node: ast.expr) -> type[Section] | None:
         if isinstance(node, ast.Name):
-            return next((scope[node.id] for scope in reversed(self._scopes) if node.id in scope), None)
+            known = next((scope[node.id] for scope in reversed(self._scopes) if node.id in scope), None)
+            return Source if known is None and node.id == "entry" else known  # one of `config.entries(sources)`
         if isinstance(node, ast.Attribute) and _is_self(node.value):
             return self._members[-1].get(node.attr)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("fitted", "job"):
