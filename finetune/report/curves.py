@@ -40,9 +40,22 @@ def of_run(figures: Figures) -> list[dict[str, Any]]:
 
 
 def loss(figures: Figures) -> dict[str, Any]:
-    """The chart of the training loss and of the evaluations."""
-    evaluations = _of(grouped(figures.evaluations), "eval_loss", mean, "evaluation", "points")
-    return chart("Loss", _unit(figures), "fixed", *_losses(grouped(figures.training)), evaluations)
+    """The chart of the training loss and of the evaluations.
+
+    The training loss is drawn at each step, or for a long run as the range that groups of steps cover; and averaged.
+    """
+    groups = grouped(figures.training)
+    losses = [[line["loss"] for line in group] for group in groups]
+    if _size(groups) > 1:
+        raw = [("highest", "high", [*map(highest, losses)]), ("lowest", "low", [*map(lowest, losses)])]
+    else:
+        raw = [("each step", "faint", [loss for [loss] in losses])]
+    values, span_steps = smoothed(groups)
+    return chart(
+        "Loss", _unit(figures), "fixed",
+        table(_steps(groups), *raw, (f"mean of {span_steps:,} steps", "line", values)),
+        _of(grouped(figures.evaluations), "eval_loss", mean, "evaluation", "points"),
+    )  # fmt: skip
 
 
 def of_objective(figures: Figures) -> list[dict[str, Any]]:
@@ -76,7 +89,8 @@ def memory(figures: Figures) -> dict[str, Any]:
     unit = words.unit_of(max((peak.get(measure, 0) for peak in peaks.values()), default=0))
 
     def series(phase: str, style: str, groups: Sequence[Sequence[Line]]) -> tuple[str, str, list[float | None]]:
-        return phase, style, [_in(unit, highest(_bytes(group, phase, measure))) for group in groups]
+        peaks = ([line.get("memory", {}).get(phase, {}).get(measure) for line in group] for group in groups)
+        return phase, style, _in_units(unit, map(highest, peaks))
 
     return chart(
         "Peak memory by phase", f"{words.MEASURES[measure]}, {unit}", "digits",
@@ -93,6 +107,10 @@ def of_runs(runs: Mapping[str, Figures]) -> list[dict[str, Any]]:
     def each(key: str, reduced: Reduced) -> list[dict[str, Any]]:
         return [_of(lines, key, reduced, name) for name, lines in groups.items()]
 
+    def peaks(lines: Sequence[Sequence[Line]]) -> list[float | None]:
+        sizes = ([headline(line.get("memory", {})) or None for line in group] for group in lines)
+        return _in_units(unit, map(highest, sizes))
+
     return _drawn(
         chart("Evaluation loss", " or ".join(sorted({*map(_unit, runs.values())})), "fixed", *(
             _of(grouped(figures.evaluations), "eval_loss", mean, name, "points") for name, figures in runs.items())),
@@ -106,8 +124,7 @@ def of_runs(runs: Mapping[str, Figures]) -> list[dict[str, Any]]:
         chart("Gradient norm", "before clipping", "digits", *each("grad_norm", highest)),
         chart("Tokens per second", "", "whole", *each("tokens_per_second", mean)),
         chart("Peak memory of a step", unit, "digits", *(
-            table(_steps(lines), (name, "line", [_in(unit, highest(_headlines(group))) for group in lines]))
-            for name, lines in groups.items())),
+            table(_steps(lines), (name, "line", peaks(lines))) for name, lines in groups.items())),
     )  # fmt: skip
 
 
@@ -147,9 +164,10 @@ def of_step(planned: Forecast) -> list[dict[str, Any]]:
     unit = words.unit_of(planned.needed_bytes)
     counts, heights = step_phases(planned), step_layers(planned)
     steps = list(step_edges(list(counts.values())))[:-1]
+    totals = accumulate(heights.values(), lambda lower, own: list(map(sum, zip(lower, own, strict=True))))
     series = [
         {"name": WORDS[category], "style": "layer", "colour": COLOURS[category], "values": _in_units(unit, total)}
-        for category, total in zip(heights, accumulate(heights.values(), _added), strict=True)
+        for category, total in zip(heights, totals, strict=True)
     ][::-1]
     lines = {}
     if planned.budget_bytes <= FAR_ABOVE * planned.needed_bytes:
@@ -190,12 +208,8 @@ def step_edges(counts: list[int]) -> Iterator[float]:
     yield 1.0
 
 
-def _added(lower: list[int], upper: list[int]) -> list[int]:
-    return [below + own for below, own in zip(lower, upper, strict=True)]
-
-
-def _in_units(unit: str, sizes: list[int]) -> list[float]:
-    return [float(f"{size_bytes / words.UNITS[unit]:.5g}") for size_bytes in sizes]
+def _in_units(unit: str, sizes: Iterable[float | None]) -> list[float | None]:
+    return [None if size_bytes is None else short(size_bytes / words.UNITS[unit]) for size_bytes in sizes]
 
 
 # -- fewer points ------------------------------------------------------------------------------------------------------
@@ -258,17 +272,6 @@ def smooth(losses: list[float], span_steps: int) -> list[float]:
 # -- charts ------------------------------------------------------------------------------------------------------------
 
 
-def _losses(groups: Sequence[Sequence[Line]]) -> list[dict[str, Any]]:
-    """The training loss: each step, or of a long run the range that groups of steps cover; and its moving average."""
-    losses = [[line["loss"] for line in group] for group in groups]
-    if max(map(len, losses), default=1) > 1:
-        raw = [("highest", "high", [*map(highest, losses)]), ("lowest", "low", [*map(lowest, losses)])]
-    else:
-        raw = [("each step", "faint", [loss for [loss] in losses])]
-    values, span_steps = smoothed(groups)
-    return [table(_steps(groups), *raw, (f"mean of {span_steps:,} steps", "line", values))]
-
-
 def _of(
     groups: Sequence[Sequence[Line]], key: str, reduced: Reduced, name: str = "", style: str = "line"
 ) -> dict[str, Any]:
@@ -279,18 +282,6 @@ def _of(
 def _steps(groups: Sequence[Sequence[Line]]) -> list[Line]:
     """The last line of each group, whose step the group is drawn at."""
     return [group[-1] for group in groups]
-
-
-def _bytes(lines: Iterable[Line], phase: str, measure: str) -> list[float | None]:
-    return [line.get("memory", {}).get(phase, {}).get(measure) for line in lines]
-
-
-def _headlines(lines: Iterable[Line]) -> list[float | None]:
-    return [headline(line.get("memory", {})) or None for line in lines]
-
-
-def _in(unit: str, size_bytes: float | None) -> float | None:
-    return None if size_bytes is None else size_bytes / words.UNITS[unit]
 
 
 def table(lines: Sequence[Line], *series: tuple[str, str, Sequence[float | None]]) -> dict[str, Any]:

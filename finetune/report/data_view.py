@@ -273,24 +273,15 @@ def _spelt(piece: TokenText, line_break: str) -> str:
 
 
 def _row(sample: Sample, console: Console, marks: tuple[str, str]) -> Text:
-    """The row's text; each run of trained tokens is enclosed in the marks."""
+    """The row's text; each run of trained tokens is enclosed in the marks, and a long run is shown by both its ends."""
     line_break = "↵" if printing.knows_unicode(console) else "\\n"
     text = Text()
     for trained, run in groupby(sample.pieces, key=lambda piece: piece.trained):
-        tokens = "".join(_shortened([_spelt(piece, line_break) for piece in run]))
+        tokens = [_spelt(piece, line_break) for piece in run]
+        if (left_out := len(tokens) - 2 * _SHOWN_PIECES) > 0:
+            tokens[_SHOWN_PIECES:-_SHOWN_PIECES] = [f" ... {words.count(left_out)} more ... "]
         opening, closing = marks if trained else ("", "")
         style = _TRAINED if trained else _CONTEXT
-        text.append_text(printing.plain(console, f"{opening}{tokens}{closing}", style, keep="\n"))
+        text.append_text(printing.plain(console, f"{opening}{''.join(tokens)}{closing}", style, keep="\n"))
     text.rstrip()
     return text
-
-
-def _shortened(run: list[str]) -> Iterator[str]:
-    """Both ends of a long run, and the number of pieces omitted between them."""
-    left_out = len(run) - 2 * _SHOWN_PIECES
-    if left_out <= 0:
-        yield from run
-        return
-    yield from run[:_SHOWN_PIECES]
-    yield f" ... {words.count(left_out)} more ... "
-    yield from run[-_SHOWN_PIECES:]

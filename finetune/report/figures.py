@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from finetune.errors import MachineError
@@ -89,16 +88,12 @@ class Figures:
         """Whether training has ended since the last start."""
         return any(event["event"] == "trained" for event in self._last_start())
 
-    @property
-    def starts(self) -> int:
-        """The number of starts of the run."""
-        return len(self._starts())
-
     def _last_start(self) -> list[dict[str, Any]]:
         """The events since the run was last started or resumed."""
-        return (self._starts() or [[]])[-1]
+        return (self.starts or [[]])[-1]
 
-    def _starts(self) -> list[list[dict[str, Any]]]:
+    @property
+    def starts(self) -> list[list[dict[str, Any]]]:
         """The events of each start of the run."""
         starts: list[list[dict[str, Any]]] = []
         for event in self.events:
@@ -142,7 +137,7 @@ class Figures:
     def _spent(self) -> list[tuple[float, int]]:
         """(seconds, processes) of each start."""
         spent = []
-        for start in self._starts():
+        for start in self.starts:
             own = [event["time"] for event in start if event["event"] not in ("merged", "exported")] or [0.0]
             end = next((event["time"] for event in start if event["event"] == "finished"), own[-1])
             spent.append((max(0.0, end - own[0]), start[0].get("world_size", 1)))
@@ -154,7 +149,12 @@ class Figures:
     def peaks(self) -> dict[str, Peak]:
         """The largest bytes by phase and measure, over all starts of the run, in the order of PHASES."""
         peaks: dict[str, Peak] = {}
-        for phase, peak in self._measured():
+        lines = [*self.training, *self.evaluations]
+        lines += [event for event in self.events if event["event"] in ("trained", "out_of_memory")]
+        lines += [
+            {"memory": {"save": event.get("memory", {})}} for event in self.events if event["event"] == "saved"
+        ]  # whose `memory` has no phases
+        for phase, peak in (measured for line in lines for measured in line.get("memory", {}).items()):
             largest = peaks.setdefault(phase, {})
             for measure, measured_bytes in peak.items():
                 largest[measure] = max(largest.get(measure, 0), measured_bytes)
@@ -164,15 +164,6 @@ class Figures:
     def peak_bytes(self) -> int:
         """The largest reserved (CUDA) or resident (CPU) bytes over the phases."""
         return headline(self.peaks)
-
-    def _measured(self) -> Iterator[tuple[str, Peak]]:
-        for line in [*self.training, *self.evaluations]:
-            yield from line.get("memory", {}).items()
-        for event in self.events:
-            if event["event"] == "saved":
-                yield "save", event.get("memory", {})
-            elif event["event"] in ("trained", "out_of_memory"):
-                yield from event.get("memory", {}).items()
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -192,6 +183,7 @@ def summary(run: RunDirectory) -> dict[str, Any]:
     """The results of a run as JSON values (see `Result.summary`)."""
     figures = Figures.read(run)
     best, exported = figures.best_evaluation, figures.exported_evaluation
+    paths = {"adapter": run.adapter, "merged": run.merged, "report": run.report_file, "plot": run.plot_file}
     return {
         "run": str(run.path),
         "steps": figures.steps,
@@ -210,10 +202,7 @@ def summary(run: RunDirectory) -> dict[str, Any]:
         "padding_share": figures.padding_share,
         "seconds": figures.seconds,
         "device_hours": figures.device_hours,
-        "adapter": _existing(run.adapter),
-        "merged": _existing(run.merged),
-        "report": _existing(run.report_file),
-        "plot": _existing(run.plot_file),
+        **{name: str(path) if path.exists() else None for name, path in paths.items()},
     }
 
 
@@ -232,7 +221,3 @@ def framed(rows: Sequence[Mapping[str, Any]]) -> Any:
     except ImportError:
         raise MachineError("a frame needs the package pandas: pip install pandas") from None
     return pandas.DataFrame(rows)
-
-
-def _existing(path: Path) -> str | None:
-    return str(path) if path.exists() else None

@@ -293,31 +293,21 @@ def _levers_table(levers: Levers) -> printing.Cells:
 
 
 def _phases_table(forecast: Forecast | Serving) -> printing.Cells:
-    """Memory by phase. On a CPU nothing is reserved beyond the tensors, so there is only one column."""
+    """Memory by phase, and which phases exceed the budget: perhaps a merge, although `fits` only considers training.
+
+    On a CPU nothing is reserved beyond the tensors, so there is only one column of sizes.
+    """
     measures = ("tensors",) if forecast.device.type == "cpu" else ("allocated", "reserved")
-    keys = ("allocated_bytes", "reserved_bytes")[: len(measures)]
-    over = _over_budget(forecast)
-    rows = [
-        (
-            phase,
-            *(words.size(sizes[key]) for key in keys),
-            *(["over the budget" if phase in over else ""] if over else []),
-        )
-        for phase, sizes in forecast.phases.items()
-    ]
-    return ("phase", *measures, *([""] if over else [])), rows
-
-
-def _over_budget(forecast: Forecast | Serving) -> set[str]:
-    """The phases that exceed the budget. A merge may be among them, although `fits` only considers training."""
-    over, most_before, left = set(), 0, forecast.device.room_bytes
+    rows, most_before, room = list[tuple[str, ...]](), 0, forecast.device.room_bytes
     for phase, sizes in forecast.phases.items():
         allocated, reserved = sizes["allocated_bytes"], sizes["reserved_bytes"]
         # Memory reserved by an earlier phase stays reserved, and is not attributed to this one.
-        if allocated > left or (reserved > left and reserved > most_before):
-            over.add(phase)
+        is_over = allocated > room or (reserved > room and reserved > most_before)
         most_before = max(most_before, reserved)
-    return over
+        shown = map(words.size, (allocated, reserved)[: len(measures)])
+        rows.append((phase, *shown, "over the budget" if is_over else ""))
+    columns = len(measures) + (2 if any(row[-1] for row in rows) else 1)
+    return ("phase", *measures, "")[:columns], [row[:columns] for row in rows]
 
 
 def _costs(forecast: Forecast) -> dict[str, str]:

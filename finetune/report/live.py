@@ -61,8 +61,12 @@ class LiveView:
         rows.add_column(no_wrap=True)
         rows.add_column(ratio=1)
         rows.add_column(no_wrap=True)
-        step = self._line.get("step", self._first_step)
-        rows.add_row(f"step {step}/{self._last_step}", ProgressBar(self._last_step, step), self._left(step))
+        step, left = self._line.get("step", self._first_step), ""
+        if done := step - self._first_step:
+            # Between steps the clock goes on, so that the estimate shows it when a step takes long.
+            seconds = (time.perf_counter() - self._started) / done * (self._last_step - step)
+            left = f"{words.duration(seconds)} left"
+        rows.add_row(f"step {step}/{self._last_step}", ProgressBar(self._last_step, step), left)
         if self._line and self._forecast:
             budget_bytes = self._forecast.budget_bytes
             text = f"{words.size(self._peak_bytes)} of {words.size(budget_bytes)}"
@@ -88,10 +92,3 @@ class LiveView:
             f"loss {words.loss(line['loss'])}{trend}{self._evaluated}{words.preferred(line)}  grad norm {norm}  "
             f"lr {line['learning_rate']:.2e}  {words.count(line['tokens_per_second'])} tokens/s{memory}"
         )
-
-    def _left(self, step: int) -> str:
-        done = step - self._first_step
-        if not done:
-            return ""
-        # Between steps the clock goes on, so that the estimate shows it when a step takes long.
-        return f"{words.duration((time.perf_counter() - self._started) / done * (self._last_step - step))} left"

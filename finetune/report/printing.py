@@ -131,14 +131,24 @@ def drawn(
 
 
 def bars(console: Console, rows: Iterable[tuple[str, float, str, str]]) -> None:
-    """Print rows of (name, fraction of the longest bar, size, share); a fraction of 0 has no bar."""
+    """Print rows of (name, fraction of the longest bar, size, share); a fraction of 0 has no bar.
+
+    Bars are in eighths of a cell, or in whole cells if the console has no such characters.
+    """
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(style="cyan", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
     for name, part, size, share in rows:
-        grid.add_row(name, _bar(console, part) if part else "", size, share)
+        if not part:
+            bar = ""
+        elif knows_unicode(console):
+            full, eighths = divmod(max(1, round(8 * _BAR_CELLS * part)), 8)
+            bar = "█" * full + ("", *_EIGHTHS)[eighths]
+        else:
+            bar = "#" * max(1, round(_BAR_CELLS * part))
+        grid.add_row(name, bar, size, share)
     put(console, grid)
 
 
@@ -150,11 +160,3 @@ def plain(console: Console, text: str, style: str = "", keep: str = "") -> Text:
 def knows_unicode(console: Console) -> bool:
     """Whether blocks and brackets outside ASCII can be printed."""
     return console.encoding.lower().startswith("utf")
-
-
-def _bar(console: Console, part: float) -> str:
-    """A bar in eighths of a cell, or in whole cells if the console has no such characters."""
-    if not knows_unicode(console):
-        return "#" * max(1, round(_BAR_CELLS * part))
-    full, eighths = divmod(max(1, round(8 * _BAR_CELLS * part)), 8)
-    return "█" * full + ("", *_EIGHTHS)[eighths]

@@ -111,7 +111,7 @@ def result_rows(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str
         if value is not None:
             rows.append((words.statistic(name), words.number(value), span))
     if figures.peaks:
-        starts = f"over {words.count(figures.starts)} starts; " if figures.starts > 1 else ""
+        starts = f"over {words.count(len(figures.starts))} starts; " if len(figures.starts) > 1 else ""
         rows.append(("peak memory", words.size(figures.peak_bytes), starts + _forecast(run)))
     if figures.tokens_per_second is not None:
         padding = "" if figures.padding_share is None else f", {words.share(figures.padding_share)} padding"

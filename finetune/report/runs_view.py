@@ -34,25 +34,19 @@ class SideBySide:
         """`runs`: the summary of each (see `Result.summary`); `differences`: config keys, each with a value a run that
         has it; `unread`: what keeps this version from reading the config of a run, which another one wrote.
         """
-        configs = self._configs()
-        return {
-            "runs": {name: summary(run) for name, run in self.runs.items()},
-            "differences": _differences({name: config for name, (config, _) in configs.items()}),
-            "unread": {name: why for name, (_, why) in configs.items() if why},
-        }
-
-    def _configs(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """Each run's config, and why this version cannot read it, if it cannot."""
-        configs: dict[str, tuple[dict[str, Any], str]] = {}
+        configs: dict[str, dict[str, Any]] = {}
+        unread: dict[str, str] = {}
         for name, run in self.runs.items():
             try:
-                configs[name] = run.config().model_dump(mode="json"), ""
+                configs[name] = run.config().model_dump(mode="json")
                 if gone := ", ".join(one.key for one in gone_from(run.config_file)):
-                    configs[name] = as_written(run.config_file)[0], f"it has {gone}, unknown here"
+                    configs[name] = as_written(run.config_file)[0]
+                    unread[name] = f"it has {gone}, unknown here"
             except ConfigError as error:
-                values, keys = as_written(run.config_file)
-                configs[name] = values, f"it has {', '.join(keys)}, unknown here" if keys else first_line(error)
-        return configs
+                configs[name], keys = as_written(run.config_file)
+                unread[name] = f"it has {', '.join(keys)}, unknown here" if keys else first_line(error)
+        summaries = {name: summary(run) for name, run in self.runs.items()}
+        return {"runs": summaries, "differences": _differences(configs), "unread": unread}
 
 
 def compare(runs: Sequence[Run]) -> SideBySide:
@@ -167,29 +161,23 @@ class RunsView(PageView):
     def values(self) -> dict[str, Any]:
         """The tables, with a column a run, and the configs that this version cannot read."""
         compared = self.as_dict()
-        head = ("", *self.runs)
+        head, summaries = ("", *self.runs), [*compared["runs"].values()]
+        results = [
+            (title, *("" if one[key] is None else write(one[key]) for one in summaries))
+            for title, (key, write) in _ROWS.items()
+        ]
+        recorded = [one.get("statistics", {}) for one in summaries]  # empty for runs whose objective has none
+        for name in dict.fromkeys(itertools.chain.from_iterable(recorded)):
+            results.append((words.statistic(name), *(words.number(each.get(name)) for each in recorded)))
         settings = [
             (key, *(words.as_in_a_file(each[name]) if name in each else "" for name in self.runs))
             for key, each in compared["differences"].items()
         ]
         return {
-            "results": (head, _results(compared["runs"].values())),
+            "results": (head, [row for row in results if any(row[1:])]),  # that some run has a value for
             "settings": (head, settings),
             "unread": [f"{name}: its config is of another version: {why}" for name, why in compared["unread"].items()],
         }
 
     def __repr__(self) -> str:
         return f"<comparison of {', '.join(self.runs)}>"
-
-
-def _results(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows of the table that some run has a value for."""
-    summaries = list(summaries)
-    rows = [
-        (title, *("" if one[key] is None else write(one[key]) for one in summaries))
-        for title, (key, write) in _ROWS.items()
-    ]
-    recorded = [one.get("statistics", {}) for one in summaries]  # empty for runs whose objective has none
-    for name in dict.fromkeys(itertools.chain.from_iterable(recorded)):
-        rows.append((words.statistic(name), *(words.number(each.get(name)) for each in recorded)))
-    return [row for row in rows if any(row[1:])]

@@ -307,7 +307,13 @@ def _job(config: Config, data: Prepared, processes: int, mixture: Mixture | None
     facts["data"] = words.counts(data.train_counts, config.data.max_length)
     if config.data.train == DataSection().train:  # the default of a config without rows
         facts["data"] = f"the built-in rows ({config.data.train}): {facts['data']}"
-    facts["evaluation set"] = _evaluation_set(config, data)
+    if data.eval_counts:
+        facts["evaluation set"] = words.counts(data.eval_counts, config.data.max_length)
+        if config.output.best and config.training.eval_every and not data.judges:
+            stops = ", although training stops early by their loss" if config.training.early_stopping else ""
+            facts["evaluation set"] += f"; {words.TOO_FEW_TO_JUDGE}{stops}"
+    else:
+        facts["evaluation set"] = data.warning or "none"
     if splits := words.splits(data.splits):
         facts["splits"] = splits
     if prompts := words.prompts(config.data.separator, data.train_counts, data.eval_counts):
@@ -317,17 +323,6 @@ def _job(config: Config, data: Prepared, processes: int, mixture: Mixture | None
         "batch": _batching(config, processes),
         "training": words.training(config.training, config.optimizer.kind),
     }
-
-
-def _evaluation_set(config: Config, data: Prepared) -> str:
-    """The size of the evaluation set, and a warning where it is too small for what the config uses it for."""
-    if not data.eval_counts:
-        return data.warning or "none"
-    text = words.counts(data.eval_counts, config.data.max_length)
-    if not config.output.best or not config.training.eval_every or data.judges:
-        return text
-    stops = ", although training stops early by their loss" if config.training.early_stopping else ""
-    return f"{text}; {words.TOO_FEW_TO_JUDGE}{stops}"
 
 
 def _batching(config: Config, processes: int) -> str:

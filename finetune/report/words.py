@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import AdapterSection, Config, TrainingSection
@@ -384,22 +383,17 @@ def control_tokens(counts: Counts) -> str:
 
 def splits(uses: Iterable[SplitUse]) -> str:
     """What is read of the sources that have splits, with files and rows, and what is not; "" if none has any."""
-    said = []
-    for source, parts in groupby(uses, key=lambda each: each.source):
-        its = ", ".join(map(_split, parts))
-        said.append(f"{source_name(source)}: {its}")
-    return "; ".join(said)
-
-
-def _split(use: SplitUse) -> str:
-    does = {"train": "trained", "eval": "the evaluation set", "none": "left out"}[use.use]
-    names = " and ".join(name or f"what is in no split, such as {use.first}," for name in use.names)
-    counted = ((use.files, "file"), (use.rows, "row"))
-    sizes = ", ".join(f"{count(number)} {what}{'s' * (number != 1)}" for number, what in counted if number)
-    otherwise = "; name it to use it" if use.use == "none" else ""
-    return f"{names} {'is' if len(use.names) == 1 else 'are'} {does}" + (
-        f" ({sizes}{otherwise})" if sizes else otherwise
-    )
+    said: dict[str, list[str]] = {}
+    for use in uses:
+        does = {"train": "trained", "eval": "the evaluation set", "none": "left out"}[use.use]
+        names = " and ".join(name or f"what is in no split, such as {use.first}," for name in use.names)
+        counted = ((use.files, "file"), (use.rows, "row"))
+        sizes = ", ".join(f"{count(number)} {what}{'s' * (number != 1)}" for number, what in counted if number)
+        aside = sizes + ("; name it to use it" if use.use == "none" else "")
+        said.setdefault(use.source, []).append(
+            f"{names} {'is' if len(use.names) == 1 else 'are'} {does}" + (f" ({aside})" if sizes else aside)
+        )
+    return "; ".join(f"{source_name(source)}: {', '.join(parts)}" for source, parts in said.items())
 
 
 def unused(*splits: Counts | None) -> str:
