@@ -31,11 +31,10 @@ def _add_report() -> None:
     from finetune.extras.pages.renewal import Renewal
     from finetune.report.reports import RENEWALS, WRITERS
 
-    WRITERS.append(_write)
+    def write(run: RunDirectory, *, end: bool) -> None:
+        from finetune.extras.pages import report
+
+        report.write(run, plot=end)
+
+    WRITERS.append(write)
     RENEWALS.append(Renewal)
-
-
-def _write(run: RunDirectory, *, end: bool) -> None:
-    from finetune.extras.pages import report
-
-    report.write(run, plot=end)

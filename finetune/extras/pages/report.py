@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,12 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         config, settings = None, f"config.yaml cannot be read: {error}"
     forecast = run.forecast()
     differences = forecast["differences"] if forecast else []
+    samples: list[list[data_view.SpeltRow]] = []
+    if data:  # in groups that stand beside each other
+        samples = data_view.spelt(data_view.together(data["samples"], [*data["train"].get("segments", {})]))
+    events = [*map(_event, figures.events)]
+    if (left_out := len(events) - 2 * _EVENTS) > 0:
+        events[_EVENTS:-_EVENTS] = [("", f"{words.count(left_out)} more in events.jsonl", "", "")]
     document = view.document(
         run.path.name,
         "run.html.j2",
@@ -86,7 +92,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         peaks=words.peak_table(figures.peaks),
         scores=Scores.read(run),
         answers=run.answers(),
-        samples=_samples(data),
+        samples=samples,
         proof=run.merge_proof(),
         kept=[(f"{name}/", lost) for name in _FILES if (lost := words.served(run.kept(name) or {}))],
         settings=dump(config, defaults=False) if config else settings,
@@ -95,7 +101,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
             for name, what in _FILES.items()
             if (run.path / name).exists()
         ],
-        events=list(_events(figures.events)),
+        events=events,
         environment=list(_flat(environment or {})),
     )
     write_text(run.report_file, document)
@@ -146,21 +152,6 @@ def _job(
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------
-
-
-def _samples(data: DataFacts | None) -> list[list[data_view.SpeltRow]]:
-    """The first rows of data.json for the page, in groups that stand beside each other."""
-    return data_view.spelt(data_view.together(data["samples"], [*data["train"].get("segments", {})])) if data else []
-
-
-def _events(events: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    left_out = len(events) - 2 * _EVENTS
-    if left_out <= 0:
-        yield from map(_event, events)
-        return
-    yield from map(_event, events[:_EVENTS])
-    yield "", f"{words.count(left_out)} more in events.jsonl", "", ""
-    yield from map(_event, events[-_EVENTS:])
 
 
 def _event(event: dict[str, Any]) -> tuple[str, ...]:
