@@ -43,8 +43,8 @@ _SPREAD = 4
 def by_value(title: str, unit: str, key: str, points: Sequence[ByValue]) -> dict[str, Any]:
     """The chart of differences by the values of a config key, in the order given.
 
-    Positive numbers are drawn on a logarithmic axis, others evenly spaced. Those that were compared early have a mark
-    of their own, as have those that are off the scale.
+    Positive numbers are drawn on a logarithmic axis, others evenly spaced: from 0 to their number less 1. Those that
+    were compared early have a mark of their own, as have those that are off the scale.
     """
     whole = [point for point in points if point.difference and not point.early]
     above = [point.difference[1] for point in points if point.difference and point.difference[1] > 0]
@@ -55,22 +55,29 @@ def by_value(title: str, unit: str, key: str, points: Sequence[ByValue]) -> dict
     def values(of: Sequence[ByValue], at: int) -> list[float | None]:
         return [point.difference[at] if point in of and point.difference else None for point in points]
 
-    def texts(of: Sequence[ByValue]) -> list[str]:
-        return [_text(point) if point in of else "" for point in points]
+    def text(point: ByValue) -> str:
+        """The legend of a point that was compared before the end of its run, or diverged."""
+        after = f" after {point.early}" if point.early else ""
+        return f"{point.difference[1]:+.4f}{after}" if point.difference else f"diverged{after}"
 
+    ticks, last = [*map(float, range(len(points)))], len(points) - 1
+    numbers = [point.value for point in points]
+    if all(isinstance(number, (int, float)) and not isinstance(number, bool) and number > 0 for number in numbers):
+        width = math.log(numbers[-1] / numbers[0])
+        ticks = [round(last * math.log(number / numbers[0]) / width, 4) for number in numbers]
     early, beyond = [point for point in shown if point.early], [point for point in points if point not in shown]
     ends = [("95%, high", "high", values(whole, 2)), ("95%, low", "low", values(whole, 0))]
-    ticks = [{"step": tick} for tick in _ticks([point.value for point in points])]
-    table = curves.table(ticks, *ends, ("whole run", "line", values(whole, 1)))
+    table = curves.table([{"step": tick} for tick in ticks], *ends, ("whole run", "line", values(whole, 1)))
     marks = [
         ("part of a run", "hollow", early, values(early, 1)),
         ("off the scale", "beyond", beyond, [edge if point in beyond else None for point in points]),
     ]
     table["series"] += [
-        {"name": name, "style": style, "values": drawn, "texts": texts(marked)}
+        {"name": name, "style": style, "values": drawn,
+         "texts": [text(point) if point in marked else "" for point in points]}
         for name, style, marked, drawn in marks
         if marked
-    ]
+    ]  # fmt: skip
     labels = [words.as_in_a_file(point.value) for point in points]
     return {**curves.chart(title, unit, "fixed", table), "along": key, "labels": labels}
 
@@ -78,18 +85,3 @@ def by_value(title: str, unit: str, key: str, points: Sequence[ByValue]) -> dict
 def _top(point: ByValue) -> float:
     """The upper end of a point's interval, or the point itself."""
     return max(number for number in point.difference or () if number is not None)
-
-
-def _text(point: ByValue) -> str:
-    """The legend of a point that was compared before the end of its run, or diverged."""
-    after = f" after {point.early}" if point.early else ""
-    return f"{point.difference[1]:+.4f}{after}" if point.difference else f"diverged{after}"
-
-
-def _ticks(values: Sequence[Any]) -> list[float]:
-    """The coordinate of each value on the axis: from 0 to their number less 1."""
-    last = len(values) - 1
-    if any(isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0 for value in values):
-        return [*map(float, range(len(values)))]
-    width = math.log(values[-1] / values[0])
-    return [round(last * math.log(value / values[0]) / width, 4) for value in values]

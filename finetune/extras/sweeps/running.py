@@ -180,7 +180,14 @@ class _Sweep:
                 known = [one for one in rows if one is not None]
                 if len(known) == len(rows):  # a setting that was trained further takes no part
                     scores[setting] = np.stack(np.broadcast_arrays(*known))
-            going = self._going_on(going, share)
+            kept = halving.finite(scores)
+            diverged = scores.keys() - kept.keys() - self.why.keys()
+            self.why |= dict.fromkeys(diverged, ("diverged", "its loss is not finite"))
+            if share < 1:
+                for setting, why in halving.stopped(kept).items():
+                    self.why[setting] = "stopped", why
+                    self.terminal.note(f"{setting}: stopped after {share:.3g} of a run, {why}")
+            going = [setting for setting in going if setting not in self.why]
         table = self._table()
         write_json(self.folder / SWEEP_TABLE, table.as_dict())
         return table
@@ -201,17 +208,6 @@ class _Sweep:
     def output(self) -> SweepTerminal:
         """What the members print on."""
         return SweepTerminal(self.terminal, len(self._by_setting), len(self.members), self._shares)
-
-    def _going_on(self, going: Sequence[str], share: float) -> list[str]:
-        scores = self.scores[share]
-        kept = halving.finite(scores)
-        diverged = scores.keys() - kept.keys() - self.why.keys()
-        self.why |= dict.fromkeys(diverged, ("diverged", "its loss is not finite"))
-        if share < 1:
-            for setting, why in halving.stopped(kept).items():
-                self.why[setting] = "stopped", why
-                self.terminal.note(f"{setting}: stopped after {share:.3g} of a run, {why}")
-        return [setting for setting in going if setting not in self.why]
 
     def _scored(self, member: Member, share: float) -> np.ndarray | None:
         """(sum, trained tokens) of each evaluation row by a member, trained up to `share` unless its score is there;

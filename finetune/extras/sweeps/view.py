@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from finetune.config import TrainingSection
 from finetune.extras.sweeps import charts
 from finetune.extras.sweeps.table import SettingResult, SweepTable
 from finetune.report import curves, printing, words
@@ -89,14 +88,25 @@ def _by_key(settings: Sequence[SettingResult]) -> list[dict[str, Any]]:
     Of settings with the same value, the one that was compared after the largest share of a run counts.
     """
     drawn = []
+
+    def above(result: SettingResult) -> float:
+        """How far the loss of a setting is above that of the best after the same share of a run."""
+        return (result.difference or {}).get("value") or 0.0
+
+    tried = [one for one in settings if one.loss is not None or one.state == "diverged"]
+    tried.sort(key=lambda one: (one.loss is None, -one.share, above(one)))
     for key in settings[0].values:
         best: dict[str, SettingResult] = {}
-        tried = [one for one in settings if (one.loss is not None or one.state == "diverged") and key in one.values]
-        for each in sorted(tried, key=lambda one: (one.loss is None, -one.share, _above(one))):
-            best.setdefault(words.as_in_a_file(each.values[key]), each)
+        for each in tried:
+            if key in each.values:
+                best.setdefault(words.as_in_a_file(each.values[key]), each)
         if len(best) > 1:
-            chosen = sorted((each for each in best.values()), key=lambda one: _order(one.values[key]))
-            points = [charts.ByValue(each.values[key], _interval(each), _early(each)) for each in chosen]
+            points = []
+            for each in best.values():
+                difference, value = each.difference or {}, above(each)  # of the best itself there is none
+                interval = difference.get("low", value), value, difference.get("high", value)
+                points.append(charts.ByValue(each.values[key], None if each.loss is None else interval, _early(each)))
+            points.sort(key=lambda point: _order(point.value))
             title = f"Loss above the best, by {key.rpartition('.')[2]}"
             drawn.append(charts.by_value(title, "nats per trained token", key, points))
     return drawn
@@ -111,37 +121,22 @@ def _with_rounds(run: RunDirectory, compared: Sequence[Mapping[str, Any]]) -> Fi
     """The figures of a run, among its evaluations those by which it was compared."""
     figures, training = Figures.read(run), run.config().training
     evaluations = {line["step"]: line for line in figures.evaluations}
+    done = [
+        (line["step"], line["step"] / training.max_steps if training.max_steps else line["epoch"] / training.epochs)
+        for line in figures.training
+    ]  # the share of the run after each step
     for one in compared:
         if one["run"] == str(run.path):
-            step = next((line["step"] for line in figures.training if _done(training, line) >= one["share"]), None)
+            step = next((step for step, share in done if share >= one["share"]), None)
             if step is not None:
                 evaluations.setdefault(step, {"step": step, "eval_loss": one["loss"]})
     return replace(figures, evaluations=[evaluations[step] for step in sorted(evaluations)])
-
-
-def _done(training: TrainingSection, line: Mapping[str, Any]) -> float:
-    """The share of a run that was done after the step of a line of metrics.jsonl."""
-    return line["step"] / training.max_steps if training.max_steps else line["epoch"] / training.epochs
 
 
 def _order(value: Any) -> tuple[bool, float, str]:
     """The key to sort values by: numbers by size, before others by spelling."""
     is_number = isinstance(value, (int, float))
     return not is_number, value if is_number else 0.0, words.as_in_a_file(value)
-
-
-def _above(result: SettingResult) -> float:
-    """How far the loss of a setting is above that of the best after the same share of a run."""
-    return (result.difference or {}).get("value") or 0.0
-
-
-def _interval(result: SettingResult) -> tuple[float | None, float, float | None] | None:
-    """(low, value, high) of the difference from the best, which the best itself does not have; None if it diverged."""
-    if result.loss is None:
-        return None
-    difference = result.difference or {}
-    value = difference.get("value") or 0.0
-    return difference.get("low", value), value, difference.get("high", value)
 
 
 def _row(result: SettingResult) -> tuple[str, ...]:
