@@ -26,7 +26,11 @@ class Renewal(Protocol):
 
 
 WRITERS: list[Writer] = []
+"""What `write` calls; `extras/pages/__init__.py` adds report.html."""
+
 RENEWALS: list[Callable[[RunDirectory], Renewal]] = []
+"""Made for a run by `Terminal.opened`, asked to renew after each step by `Terminal.stepped`; `extras/pages/renewal.py`
+renews report.html every two minutes."""
 
 
 def write(run: RunDirectory, *, end: bool = False) -> None:

@@ -42,7 +42,7 @@ _PLAIN_LINES = 10
 
 
 class Terminal:
-    """Prints the progress of a run; implements the training Listener. `quiet` prints nothing.
+    """Prints the progress of a run and renews its reports; implements the training Listener. `quiet` prints nothing.
 
     Close it, or use it as a context manager, so that a failed run leaves the terminal in order.
     """
@@ -102,7 +102,10 @@ class Terminal:
         processes: int = 1,
         mixture: Mixture | None = None,
     ) -> None:
-        """Print the header: the job, its data, and the device. A failing output does not end the run from here on."""
+        """Print the header: the job, its data, and the device. A failing output does not end the run from here on.
+
+        Also makes the renewals of the run's reports (`reports.RENEWALS`), which `stepped` starts and `close` ends.
+        """
         run = self._run = RunDirectory(path)
         if not isinstance(self._console.file, printing.LastingStream):  # in a sweep an earlier run has wrapped it
             lasting = printing.LastingStream(
@@ -147,6 +150,7 @@ class Terminal:
             self._live = LiveView(self._console, first_step, last_step, self._forecast)
 
     def stepped(self, line: dict[str, Any]) -> None:
+        """Print the step if it is due, and start a renewal of the reports in a process of its own if one is due."""
         step = line["step"]
         every = self._log_every or max(1, math.ceil((self._last_step - self._first_step) / _PLAIN_LINES))
         if self._live:
