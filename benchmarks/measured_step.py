@@ -52,7 +52,7 @@ from finetune.data.encoded import RowLayout
 from finetune.data.prepare import Prepared
 from finetune.generation import caches
 from finetune.model import build
-from finetune.model.adapters import published
+from finetune.model.adapters import peft_format
 from finetune.model.adapters.adapter import attach
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES
@@ -318,7 +318,7 @@ def train(
             # Without it these would be other micro-batches than those meant.
             mock.patch.object(collator, "micro_batches", harness.in_order),
             # The profiler loses blocks in the proof of what is published.
-            mock.patch.object(published, "prove", lambda *_: None),
+            mock.patch.object(peft_format, "prove", lambda *_: None),
             # The profiler does not see numpy's memory, in which processors leave pixels, nor that of other threads.
             mock.patch.object(vision.Vision, "pixels", _copied(vision.Vision.pixels)),
             mock.patch.object(row_images, "ThreadPoolExecutor", _ThisThread),

@@ -112,7 +112,7 @@ def make_run(folder: Path, base: Path, *overrides: str, tokens: int = 256) -> tu
     adapted.peft_config["default"].inference_mode = True
     adapted.peft_config["default"].save_pretrained(str(run.adapter))
     tokenizer = load_tokenizer(config.model, config.data)
-    fingerprint.save(tokenizer, identity.of_base(config.model), run.adapter)
+    fingerprint.save_tokenizer(tokenizer, identity.of_base(config.model), run.adapter)
     return run, config
 
 

@@ -97,7 +97,7 @@ def changed_images(before: records.ImageHashes, now: records.ImageHashes) -> lis
     return [number for number, (old, new) in enumerate(zip(*cut, strict=True)) if old != new]
 
 
-def save(tokenizer: Any, base: str | None, folder: Path) -> None:
+def save_tokenizer(tokenizer: Any, base: str | None, folder: Path) -> None:
     """Write the tokenizer, its fingerprint, the identity of the base model and the hash of an adapter in `folder`.
 
     Raises OSError or MachineError if writing fails.

@@ -198,7 +198,7 @@ def _write_adapter(
         in_files = [name for file in _files(job.config.model) for name in weight_files.shapes(file)]
         server_names.served(sorted(layers), in_files, job.architecture.model_type)
         layers_served = len(pairs) + len(on_experts)
-    fingerprint.save(job.tokenizer, job.base_identity, folder)
+    fingerprint.save_tokenizer(job.tokenizer, job.base_identity, folder)
     without_gguf: str | None = f"no {GGUF}: it has no form here for experts"
     if not on_experts:
         try:

@@ -16,7 +16,7 @@ import torch
 
 from finetune.config import AdapterSection, Config, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
-from finetune.model.adapters import published, starting
+from finetune.model.adapters import peft_format, starting
 from finetune.model.adapters.adapter import attach, check_rank
 from finetune.model.attention import backends as attentions
 from finetune.model.base import base_dtype, load_architecture, load_base
@@ -81,7 +81,7 @@ class Blueprint:
                 f"alone, as the loss does here: `{between[0]}` is between them; use another base"
             )
         check_rank(base, adapter)
-        published.check(base, lambda: weightless(self.model, self.architecture), adapter)
+        peft_format.check(base, lambda: weightless(self.model, self.architecture), adapter)
         if adapter.start_from:  # its tensors do not depend on the quantization, and DoRA would dequantize no weights
             starting.check(weightless(self.model, self.architecture), adapter)
         return mixtures[0]

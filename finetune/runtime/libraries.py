@@ -26,7 +26,7 @@ _SILENCED_WARNINGS = (
     # peft 0.21 and trl 1.16 still use names that transformers 5.23 deprecates.
     r"`is_gradient_checkpointing` is deprecated",
     r"`gradient_checkpointing` is deprecated",
-    # PEFT's own conversion of PiSSA cannot scale several ranks with rsLoRA; model.published has another one.
+    # PEFT's own conversion of PiSSA cannot scale several ranks with rsLoRA; model.adapters.peft_format has another one.
     r"Using Rank-Stabilized LoRA with rank_pattern/alpha_pattern and post-training conversion",
     # tqdm in a notebook wants widgets for progress bars that are switched off.
     r"IProgress not found",

@@ -13,7 +13,7 @@ from finetune.data import fingerprint
 from finetune.data.prepare import ROWS_TO_JUDGE
 from finetune.errors import ArtifactError, MachineError, OutOfMemoryError
 from finetune.model import build
-from finetune.model.adapters import adapter_files, plain_peft, published
+from finetune.model.adapters import adapter_files, peft_format, plain_peft
 from finetune.model.distributed.engine import WeightAccess
 from finetune.model.source import chat_template
 from finetune.runtime.out_of_memory import is_out_of_memory, reason, while_writing
@@ -77,7 +77,7 @@ def publish(job: TrainingJob, whole: dict[str, torch.Tensor] | None) -> None:
                 save_weights(job.model, folder, whole)
                 if job.model.can_generate():
                     chat_template.write_generation_config(job.model.generation_config, job.tokenizer, folder)
-            fingerprint.save(job.tokenizer, job.provenance["base"], folder)
+            fingerprint.save_tokenizer(job.tokenizer, job.provenance["base"], folder)
     except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
         raise MachineError(not_written(target, error)) from None
     if initial:
@@ -90,11 +90,11 @@ def _write_adapter(job: TrainingJob, initial: Path | None, whole: dict[str, torc
     tensors, settings = adapter_files.weights(model, whole), plain_peft.settings(model)
     if initial:
         first = load_file(initial / adapter_files.WEIGHTS)
-        tensors, settings = published.for_plain_base(tensors, first, settings, section)
-    published.write(tensors, settings, folder)
+        tensors, settings = peft_format.for_plain_base(tensors, first, settings, section)
+    peft_format.write(tensors, settings, folder)
     base = build.weightless(job.config.model, job.architecture)
     try:
-        published.prove(base, folder, tensors, adapter_files.scales(model))
+        peft_format.prove(base, folder, tensors, adapter_files.scales(model))
     except ArtifactError as error:
         if error.__cause__ and is_out_of_memory(error.__cause__):
             raise OutOfMemoryError(

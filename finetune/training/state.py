@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from finetune.errors import ArtifactError
-from finetune.model.adapters import adapter_files, plain_peft, published
+from finetune.model.adapters import adapter_files, peft_format, plain_peft
 from finetune.model.distributed import optimizer_states
 from finetune.model.distributed.engine import Engine, WeightAccess, on_host
 from finetune.model.structure import linear_layers
@@ -48,7 +48,7 @@ def _weights_file(model: Any) -> str:
 def save_weights(model: Any, folder: Path, whole: dict[str, torch.Tensor] | None = None) -> None:
     """Write the adapter, or the whole model without one, as safetensors; `whole`: see `whole_weights`."""
     if hasattr(model, "peft_config"):
-        published.write(adapter_files.weights(model, whole), plain_peft.settings(model), folder)
+        peft_format.write(adapter_files.weights(model, whole), plain_peft.settings(model), folder)
     else:
         libraries.save_model(model, folder, **({"state_dict": whole} if whole else {}))
 

@@ -29,7 +29,7 @@ def test_a_full_disk_is_an_error_of_the_system_whichever_library_writes(
 ) -> None:
     (tmp_path / "tokenizer.json").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left") as raised:
-        fingerprint.save(word_tokenizer(chatml), None, tmp_path)
+        fingerprint.save_tokenizer(word_tokenizer(chatml), None, tmp_path)
     assert raised.value.errno == errno.ENOSPC
 
 
@@ -133,6 +133,6 @@ def test_a_merged_model_is_bound_to_its_tokenizer_too_and_the_base_is_not(
 ) -> None:
     run, _ = other_tokenizer
     assert isinstance(finetune.generate(run, "What is `abc`?", which="base", max_new_tokens=2), str)
-    fingerprint.save(load_tokenizer(ModelSection()), None, run.merged)
+    fingerprint.save_tokenizer(load_tokenizer(ModelSection()), None, run.merged)
     with refusal(ArtifactError, "another tokenizer or chat template"):
         finetune.generate(run, "What is `abc`?", which="merged", max_new_tokens=2)

@@ -162,7 +162,7 @@ def test_a_merge_out_of_memory_leaves_the_training_and_is_done_again(train_apart
     [
         ("finetune.storage.checkpoint.write", "step-00000001"),
         ("finetune.training.checkpoints.snapshot", "step-00000001"),
-        ("finetune.model.adapters.published.write", "adapter"),
+        ("finetune.model.adapters.peft_format.write", "adapter"),
     ],
     ids=["writing", "copying", "publishing"],
 )

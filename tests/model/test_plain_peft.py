@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from finetune.config import AdapterSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model.adapters import adapter, adapter_files, plain_peft, published
+from finetune.model.adapters import adapter, adapter_files, peft_format, plain_peft
 
 IDS = torch.arange(3, 23)[None]
 # Mixtures with dense layers or shared experts, and those whose files have other names than the model that is trained.
@@ -149,7 +149,7 @@ def test_peft_alone_reads_every_tensor_of_every_architecture(
 
 
 def write(model: Any, folder: Path) -> None:
-    published.write(adapter_files.weights(model), plain_peft.settings(model), folder)
+    peft_format.write(adapter_files.weights(model), plain_peft.settings(model), folder)
 
 
 def skeleton(name: str) -> Any:
@@ -158,7 +158,7 @@ def skeleton(name: str) -> Any:
 
 
 def prove(name: str, folder: Path, model: Any) -> None:
-    published.prove(skeleton(name), folder, adapter_files.weights(model), adapter_files.scales(model))
+    peft_format.prove(skeleton(name), folder, adapter_files.weights(model), adapter_files.scales(model))
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_peft_puts_such_an_adapter_on_a_4_bit_base_too(tmp_path: Path) -> None:
 
 
 def refuse(name: str, section: AdapterSection) -> None:
-    published.check(skeleton(name), lambda: skeleton(name), section)
+    peft_format.check(skeleton(name), lambda: skeleton(name), section)
 
 
 def test_what_peft_cannot_read_is_refused_before_weights_are_loaded() -> None:

@@ -281,7 +281,7 @@ def test_the_commands_of_a_run_refuse_a_quantized_base(run: RunDirectory, packed
     assert "name: builtin:tiny-llama" in text
     run.config_file.write_text(text.replace("name: builtin:tiny-llama", f"name: {name}"))
     section = ModelSection(name=str(name))
-    fingerprint.save(load_tokenizer(section), identity.of_base(section), run.adapter)
+    fingerprint.save_tokenizer(load_tokenizer(section), identity.of_base(section), run.adapter)
     for command in (["merge"], ["eval"], ["generate", "--prompt", "x"], ["export", "--to", "gguf"]):
         code, _, err = call(command[0], run.path, *command[1:])
         assert (code, "published with quantized weights (GPTQ, 4 bit)" in err) == (2, True), (command, err)

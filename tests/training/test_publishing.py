@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
 from finetune.errors import ArtifactError, ConfigError, OutOfMemoryError
-from finetune.model.adapters import adapter_files, plain_peft, published
+from finetune.model.adapters import adapter_files, peft_format, plain_peft
 from finetune.storage.rundir import RunDirectory
 
 _DEEPSEEK = {
@@ -100,7 +100,7 @@ def test_an_adapter_that_peft_reads_otherwise_is_not_published_and_one_of_earlie
         with refusal(ConfigError, "deepseek_v3"):
             finetune.train(config)
         assert not Path(config.output.dir).exists(), "refused before there is a run"
-        patch.setattr(published, "check", lambda base, skeleton, section: None)
+        patch.setattr(peft_format, "check", lambda base, skeleton, section: None)
         with refusal(ArtifactError, "base_model"):
             finetune.train(config)
     run = RunDirectory(config.output.dir)

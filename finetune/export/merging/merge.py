@@ -69,7 +69,7 @@ def merge(
     }  # fmt: skip
 
     def make(written: Path) -> dict[str, Any]:
-        fingerprint.save(tokenizer, base_identity, written)
+        fingerprint.save_tokenizer(tokenizer, base_identity, written)
         merged_files.write_settings(bases, folder, tokenizer, written, compared.ids, media)
         merged_files.write_weights(bases.merging(chosen), written)
         return {

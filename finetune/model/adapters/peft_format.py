@@ -1,4 +1,4 @@
-"""Publishes an adapter: written for the plain base, and proven by loading it with PEFT alone."""
+"""Adapters in PEFT's format: written for the plain base, and proven by loading them with PEFT alone."""
 
 from __future__ import annotations
 
