@@ -74,7 +74,7 @@ class Signals:
         finally:
             self._waits = before
 
-    def end(self, what: str = "nothing was lost") -> None:
+    def raise_if_received(self, what: str = "nothing was lost") -> None:
         """Raise Terminated, or KeyboardInterrupt for SIGINT, if a signal was received."""
         if self._stopping is not None:
             raise self._error(what)

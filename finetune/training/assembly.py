@@ -48,7 +48,7 @@ def assemble(job: TrainingJob, steps: StepSource | None = None) -> Loop:
     checkpoints = Checkpoints(
         step, schedule, run, keep=config.output.keep, provenance=job.provenance,
         verified={job.resume_from} if job.resume_from else set(), saved=job.outlets.callbacks.saved,
-        confirm=identity.Mapped(config.model).check if job.process.device.type == "cpu" else lambda: None,
+        check_base_files=identity.Mapped(config.model).check if job.process.device.type == "cpu" else lambda: None,
     )  # fmt: skip
     report = OutOfMemoryReport(config, run, job.outlets.listener, progress, checkpoints, job.data, job.process.device)
     evaluation = None

@@ -30,7 +30,7 @@ class Checkpoints:
 
     `keep` is the number of intact checkpoints to keep; `verified` are known to be intact. `provenance` is
     written into each manifest. `saved` is called in the training thread with each that is complete, at the next `wait`;
-    `confirm` before each is begun, and an error that it raises ends the run with the one before.
+    `check_base_files` before each is begun, and an error that it raises ends the run with the one before.
     """
 
     step: Step
@@ -40,7 +40,7 @@ class Checkpoints:
     provenance: dict[str, Any]
     verified: set[Path]
     saved: Callable[[Path], None]
-    confirm: Callable[[], None]
+    check_base_files: Callable[[], None]
     _writing: tuple[threading.Thread, Future[Path]] | None = field(default=None, init=False)
 
     def wait(self) -> None:
@@ -52,9 +52,12 @@ class Checkpoints:
             self.saved(written.result())
 
     def save(self, progress: Progress) -> None:
-        """Copy the state to host memory; it is written, verified and published while training continues."""
+        """Copy the state to host memory; it is written, verified and published while training continues.
+
+        Raises as `wait` and `check_base_files`.
+        """
         self.wait()
-        self.confirm()
+        self.check_base_files()
         started = time.perf_counter()
         first = "save" not in self.step.monitor.run
         with self.step.monitor.counting_tensors() if first else contextlib.nullcontext():

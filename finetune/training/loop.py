@@ -214,7 +214,7 @@ class Loop:
         try:
             with self.signals.waiting(several):
                 if not several:
-                    self.signals.end()
+                    self.signals.raise_if_received()
                 yield
         except (Terminated, KeyboardInterrupt):
             if several or not self.progress.step or self.signals.name is None:

@@ -211,7 +211,7 @@ def _score(
                 kept = now
             if signal:
                 job.process.signals.take_stop(signal)
-                job.process.signals.end("the rows scored so far are kept")
+                job.process.signals.raise_if_received("the rows scored so far are kept")
             if now - shown > _SHOWN_EVERY_SECONDS:
                 left = _unscored(scores)
                 minutes = (now - started) / (missing - left) * left / 60

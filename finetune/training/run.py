@@ -118,7 +118,7 @@ def wind_down(job: TrainingJob, loop: Loop) -> Ended:
 def finish(job: TrainingJob, ended: Ended) -> Outcome:
     """Publish on rank 0 alone, unless the run was stopped."""
     progress, callbacks, run = ended.progress, job.outlets.callbacks, job.outlets.run
-    job.process.signals.end(f"step {progress.step} is saved in {run.checkpoints}")
+    job.process.signals.raise_if_received(f"step {progress.step} is saved in {run.checkpoints}")
     if callbacks.error:
         run.event("stopped", step=progress.step, reason=f"{type(callbacks.error).__name__} in a callback")
         callbacks.raise_error(f"Step {progress.step} is saved in {run.checkpoints}")

@@ -30,7 +30,7 @@ def test_the_first_signal_is_answered_at_once_and_the_second_ends_with_what_was_
             signal.raise_signal(signal.SIGINT)
     assert answers == ["stopping"]
     with pytest.raises(KeyboardInterrupt, match=r"step 41 is saved in runs/x\. Run the same command again to resume"):
-        signals.end("step 41 is saved in runs/x")
+        signals.raise_if_received("step 41 is saved in runs/x")
 
 
 @pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
