@@ -163,14 +163,14 @@ def unwarmed(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides this.
     """
 
-    def fit(job: TrainingJob, loop: Loop) -> None:
+    def take_steps(job: TrainingJob, loop: Loop) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if job.config.memory.check == "off":
                 patch.setattr(training_run, "warm_up", lambda *arguments: {})
             plain(job, loop)
 
-    plain = training_run.fit
-    monkeypatch.setattr(training_run, "fit", fit)
+    plain = training_run.take_steps
+    monkeypatch.setattr(training_run, "take_steps", take_steps)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def train(job: TrainingJob, steps: StepSource | None = None) -> Outcome:
     """
     loop = prepare(job, steps)
     with job.process.signals.waiting(), model_setup.in_training(job):
-        fit(job, loop)
+        take_steps(job, loop)
     ended = wind_down(job, loop)
     # The DDP model references the process group and must not be the last to do so: its destructor would join the
     # group's threads while holding the GIL, for which they may be waiting (torch 2.13, ProcessGroupGloo).
@@ -54,7 +54,7 @@ def prepare(job: TrainingJob, steps: StepSource | None = None) -> Loop:
     return loop
 
 
-def fit(job: TrainingJob, loop: Loop) -> None:
+def take_steps(job: TrainingJob, loop: Loop) -> None:
     """Train to the end, or to the end of the step in which a signal arrived, and wait for the last save."""
     reference_scores.add(job, loop)  # while the weights are those that training starts from
     if job.resume_from:
