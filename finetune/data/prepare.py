@@ -39,8 +39,8 @@ class Prepared:
 
     A split is a `RowTable` of input_ids, labels, length, trained (number of tokens), place and source; where
     the layout has any, also the lengths of a row's `segments` and the number of tokens that they have `shared`, and its
-    values by name. A `warning` is set if `data.eval: auto` found nothing to hold out. `media` is what they
-    may show. `splits` says what is read of sources that have several.
+    values by name. A `warning` is set if `data.eval: auto` found nothing to hold out. `media` is what the rows may show
+    beside text: images as the base takes them, or nothing. `splits` says what is read of sources that have several.
     """
 
     train: RowTable

@@ -88,7 +88,8 @@ class Blueprint:
 
 
 LoadBase = Callable[[Blueprint, torch.device, Placement | None], Any]
-"""`Blueprint.load`, or a function in its place that returns a base that the process already holds."""
+"""What `recipe.train` takes as `load_base`: `Blueprint.load`, which calls the function of that name in `model/base.py`,
+or a function in its place that returns a base that the process already holds."""
 
 
 def blueprint(config: Config, architecture: Any, attention: str) -> Blueprint:

@@ -126,7 +126,7 @@ def learning_rate(job: Job) -> Job:
 
 
 def data(job: Job) -> Job:
-    """Read the rows for a plan, where they are at hand; a run has read them by now.
+    """Read the rows for a plan, where they are at hand. Does nothing in a run, whose rows `recipe.inputs.gather` reads.
 
     What may be wrong with the adapter is reported before, as in training, and then what could not be exported.
     """

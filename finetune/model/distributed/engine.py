@@ -51,7 +51,7 @@ class Engine(WeightAccess, Protocol):
 
     @property
     def forward(self) -> Any:
-        """The callable that an objective gets as the model."""
+        """The model as an objective calls it, plain or wrapped by the engine's library: no pass is taken here."""
 
     @property
     def weights(self) -> list[nn.Parameter]:
