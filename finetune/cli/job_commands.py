@@ -40,11 +40,11 @@ def train(
 ) -> None:
     """Train as the config says, or resume an interrupted run."""
     with refusing():
-        job = finetune.load_config(config, overrides or [])
+        asked = finetune.load_config(config, overrides or [])
     with importing(f"train {config}"):
         from finetune import recipe
         from finetune.runtime import ranks
-    result = recipe.train(job, fresh=fresh, terminal=new_terminal(quiet=as_json))
+    result = recipe.train(asked, fresh=fresh, terminal=new_terminal(quiet=as_json))
     if as_json and ranks.is_main():
         print_json(result.summary())
 
@@ -58,13 +58,13 @@ def data(
     as_json: options.Json = False,
 ) -> None:
     """Show the data as the model sees it. What is trained, and what is padding; no GPU or weights needed."""
-    job = finetune.load_config(config, overrides or [])
+    asked = finetune.load_config(config, overrides or [])
     with importing(f"data of {config}", ", then tokenizing the rows"):
         from finetune.data import inspection
         from finetune.report.data_view import DataView
         from finetune.resolve import resolve
-    resolved = resolve(job, until="base")
-    give_page(DataView(inspection.inspect_data(resolved.config, resolved.architecture)), as_json, page)
+    job = resolve(asked, until="base")
+    give_page(DataView(inspection.inspect_data(job.config, job.architecture)), as_json, page)
 
 
 @command

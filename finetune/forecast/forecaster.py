@@ -27,11 +27,11 @@ from finetune.training.collator import micro_batching
 class Forecaster:
     """Forecasts configs that vary one job, on one device.
 
-    `data` gives the lengths of the rows; without it every row counts as `data.max_length` long. `gpus` of that kind
-    share each step, one to a rank; every forecast is that of rank 0.
+    `config` is the job's own. `data` gives the lengths of the rows; without it every row counts as `data.max_length`
+    long. `gpus` of that kind share each step, one to a rank; every forecast is that of rank 0.
     """
 
-    job: Config
+    config: Config
     architecture: Any
     device: Device
     data: Prepared | None
@@ -50,7 +50,7 @@ class Forecaster:
 
         With `most_tokens`, that of the largest micro-batch of rows up to that length.
         """
-        config = config or self.job
+        config = config or self.config
         batches, evaluation = self._largest_batches(config, most_tokens)
         key = config.model_dump_json(), evaluates, tuple(batches)
         if key not in self._known:
@@ -142,7 +142,7 @@ class Forecaster:
         """The largest batch in which the reference is scored; None without a reference or without data."""
         if not (config.caches_reference and objectives.of(config).reference):
             return None
-        if self.data is None or config.data.max_length != self.job.data.max_length:
+        if self.data is None or config.data.max_length != self.config.data.max_length:
             return None
         key = micro_batching(config, self.architecture), self._share(config)
         if key not in self._largest_scored:
@@ -163,8 +163,8 @@ class Forecaster:
                 "`data.train`: a forecast with images needs the rows and the processor of the base on this machine; "
                 "copy them here, or set `model.vision: none` for one of text"
             )
-        longer = config.data.max_length > self.job.data.max_length
-        shorter = config.data.max_length < self.job.data.max_length
+        longer = config.data.max_length > self.config.data.max_length
+        shorter = config.data.max_length < self.config.data.max_length
         if shorter and self.data and self.data.media:  # rows with images are dropped, not cut
             most_tokens = min(most_tokens or config.data.max_length, config.data.max_length)
         elif self.data is None or shorter or longer:

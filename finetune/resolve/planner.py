@@ -52,14 +52,14 @@ class Planner(Forecaster):
 
     def forecast_with(self, changes: Mapping[str, Any], *, evaluates: bool = True) -> Forecast:
         """The forecast of the job with these values of some `section.key`."""
-        return self.forecast(self.job.changed(changes), evaluates=evaluates)
+        return self.forecast(self.config.changed(changes), evaluates=evaluates)
 
     def with_changes(self, changes: Mapping[str, Any]) -> Planner:
         """The planner of the job with these values. Rows longer than its `data.max_length` all count as that long."""
-        job, data = self.job.changed(changes), self.data
+        config, data = self.config.changed(changes), self.data
         counts = [each for each in (data.train_counts, data.eval_counts) if each] if data else []
-        whole = all(each.longest <= job.data.max_length for each in counts)
-        return replace(self, job=job, data=data if whole else None, _known={}, _largest={})
+        whole = all(each.longest <= config.data.max_length for each in counts)
+        return replace(self, config=config, data=data if whole else None, _known={}, _largest={})
 
     def levers(self, config: Config, before: Forecast) -> list[tuple[Lever, Forecast]]:
         """Each lever that would reduce the forecast `before`, with the forecast after it is pulled."""
@@ -75,10 +75,10 @@ class Planner(Forecaster):
         """The first kind of LEAST_FIRST with which the smallest step fits, else the last; and the reason."""
         needs = dict[str, str]()
         for kind in LEAST_FIRST:
-            job = self.job.changed(changes_to(kind))
-            if contradictions(job):
+            config = self.config.changed(changes_to(kind))
+            if contradictions(config):
                 continue
-            smallest, chosen = replace(self, job=job).smallest(), kind
+            smallest, chosen = replace(self, config=config).smallest(), kind
             needs[kind] = f"{smallest.needed_bytes / 2**30:.2f} {'unquantized' if kind == 'none' else f'in {kind}'}"
             if smallest.fits:
                 break
@@ -90,15 +90,15 @@ class Planner(Forecaster):
     def smallest(self) -> Forecast:
         """The forecast of the job with the least memory that its `auto` settings allow, nothing offloaded."""
         chosen: dict[str, Any] = {}
-        if self.job.training.micro_batch == "auto":
+        if self.config.training.micro_batch == "auto":
             chosen["training.micro_batch"] = 1
-        if self.job.memory.checkpointing == "auto":
+        if self.config.memory.checkpointing == "auto":
             chosen["memory.checkpointing"] = "all"
         return self.forecast(self._shared(lambda way: way.changed(chosen)).changed(chosen))
 
     def resolve(self) -> tuple[Config, Fitted | None]:
         """The job with a value for all that is `auto`, and what was chosen; the least setting where nothing fits."""
-        if self.job.fitted:
+        if self.config.fitted:
             return self._shared(lambda config: config), None
         try:
             fitted = self.fit()
@@ -113,10 +113,10 @@ class Planner(Forecaster):
 
         Sharding, micro-batch and checkpointing are chosen where the job says `auto`.
         """
-        training, memory = self.job.training, self.job.memory
-        compiled = self.job.kernels.compile == "layers"  # such a layer keeps all or nothing, and offloads nothing
+        training, memory = self.config.training, self.config.memory
+        compiled = self.config.kernels.compile == "layers"  # such a layer keeps all or nothing, and offloads nothing
         offloads = self.device.type == "cuda" and not compiled
-        each = self._share(self.job)
+        each = self._share(self.config)
         rows = fitting.divisors(each) if training.micro_batch == "auto" else [training.rows]
         recomputed = None if memory.checkpointing == "auto" else memory.checkpointing
         least = functools.partial(fitting.least, offloads=offloads, rows=rows, checkpointing=recomputed)
@@ -130,7 +130,7 @@ class Planner(Forecaster):
             rows=rows,
             checkpointing=recomputed,
         )
-        if shared is self.job:
+        if shared is self.config:
             return fitted
         copies = shared.distributed.kind == "ddp"
         why = {"distributed.kind": "a copy of the model fits each GPU" if copies else "copies of the model do not fit"}
@@ -164,10 +164,10 @@ class Planner(Forecaster):
 
     def _shared(self, least: Callable[[Config], Config]) -> Config:
         """The job with the least sharding that lets `least` of it fit, where the ranks' sharing is `auto`."""
-        if self.gpus == 1 or self.job.distributed.kind != "auto":
-            return self.job
-        most = self.job
-        for way in map(self.job.changed, strategies.least_first(self.job)):
+        if self.gpus == 1 or self.config.distributed.kind != "auto":
+            return self.config
+        most = self.config
+        for way in map(self.config.changed, strategies.least_first(self.config)):
             try:
                 fits = self.forecast(least(way)).fits
             except ConfigError:  # this model, or the optimizer's states of its weights, cannot be sharded so

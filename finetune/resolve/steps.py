@@ -194,7 +194,7 @@ def quantization(job: Job) -> Job:
     kind, why = ranks.main_does(of_first_rank)
     job = job.noting("quantization.kind", f"quantization.kind: {kind} ({why})")
     job = job.changed(changes_to(kind), {"quantization.kind": why})
-    return replace(job, planner=job.planner and replace(job.planner, job=job.config))
+    return replace(job, planner=job.planner and replace(job.planner, config=job.config))
 
 
 def memory(job: Job) -> Job:
@@ -238,15 +238,15 @@ def _planner(job: Job) -> Planner:
 
 
 def _fitted(planner: Planner) -> tuple[Config, Fitted | None]:
-    job = planner.job
+    config = planner.config
     # Only the micro-batch cannot do without a forecast.
-    unseen = job.changed({"memory.checkpointing": "all"}) if job.memory.checkpointing == "auto" else job
-    if job.memory.check == "off" and unseen.fitted:
+    unseen = config.changed({"memory.checkpointing": "all"}) if config.memory.checkpointing == "auto" else config
+    if config.memory.check == "off" and unseen.fitted:
         return unseen, None
     try:
         return planner.resolve()
     except ForecastError:
-        if job.memory.check == "refuse" or not unseen.fitted:
+        if config.memory.check == "refuse" or not unseen.fitted:
             raise
         return unseen, None
 

@@ -36,7 +36,7 @@ class Process:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Everything a run needs to train.
+    """Everything a run needs to train: the config of its `resolve.Job`, and the model built by it.
 
     `architecture` is transformers' config of the base, which publishing needs without its files. `provenance` is
     written into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what short

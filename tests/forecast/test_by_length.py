@@ -152,8 +152,8 @@ def test_each_reach_of_a_small_model_fits_and_the_next_length_does_not(
         assert fits == [True, False], each
     settled, chosen = planner.resolve()
     assert (settled, chosen.forecast) == (config, found)
-    monkeypatch.setattr(planning, "_free", lambda *given: resolve.Job(planner.job, planner.job, planner=planner))
-    written = planning.fit(planner.job)
+    monkeypatch.setattr(planning, "_free", lambda *given: resolve.Job(planner.config, planner.config, planner=planner))
+    written = planning.fit(planner.config)
     assert (written.config, written.forecast) == (config, fitted.forecast), "its config says it for all lengths"
 
     def is_alone(of: Planner, **changes: object) -> bool:

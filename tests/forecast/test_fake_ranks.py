@@ -183,7 +183,7 @@ def planner_of_copies(budget: int, patch: pytest.MonkeyPatch, *, divisible: bool
     """A planner for two cards of `budget` GiB, whose forecasts are by hand: 13, 9 or 5 GiB by the sharding."""
 
     def forecast(self: Planner, config: Config | None = None, *, evaluates: bool = True) -> Forecast:
-        section = (config or self.job).distributed
+        section = (config or self.config).distributed
         if section.kind == "fsdp" and not divisible:
             raise ConfigError("cannot shard experts in 4 bit")
         size = 13 if section.kind == "ddp" else {"gradients": 9, "weights": 5}[section.stage]

@@ -65,7 +65,7 @@ def test_a_second_process_traces_nothing_and_has_the_same_forecast(traced: list[
     assert len(traced) == 1
     assert first == second
     one = planner(config("distributed.kind=ddp", "training.batch_size=4"))
-    first, second = (Planner(one.job, one.architecture, one.device, None, 2).forecast() for _ in range(2))
+    first, second = (Planner(one.config, one.architecture, one.device, None, 2).forecast() for _ in range(2))
     assert len(traced) == 2
     assert first == second
     assert second.categories["communicators"] > 0
@@ -185,8 +185,8 @@ def test_with_other_memory_free_a_forecast_holds_unless_the_allocator_would_act_
         made.append(device)
         return forecast_of(device, peak=peak, returns_segments=returns_segments)
 
-    Kept(job.architecture, then, 1).get(job.job, [batch], lambda: trace_on(then))
-    assert Kept(job.architecture, now, 1).get(job.job, [batch], lambda: trace_on(now)).device == now
+    Kept(job.architecture, then, 1).get(job.config, [batch], lambda: trace_on(then))
+    assert Kept(job.architecture, now, 1).get(job.config, [batch], lambda: trace_on(now)).device == now
     assert (len(made) == 2) == is_traced
 
 

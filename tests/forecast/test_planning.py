@@ -89,7 +89,7 @@ def test_the_batch_is_the_worst_that_the_data_can_give(quick: Quick) -> None:
 def test_without_the_data_at_hand_every_row_is_as_long_as_rows_may_be(away: str, quick: Quick) -> None:
     planner = planning.planner_for(quick(away, "data.max_length=96"), "cpu")
     assert planner.data is None
-    [train], held_out = planner._largest_batches(planner.job)
+    [train], held_out = planner._largest_batches(planner.config)
     assert train == held_out
     assert (train.rows, train.tokens, train.trained_tokens, train.padded) == (2, 96, 2 * 95, True)
 
