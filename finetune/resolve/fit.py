@@ -288,8 +288,8 @@ def limits(config: Config, forecast: Forecaster, *, length: int, rows: int, rank
     smallest = forecast(one)
     card = devices.smallest_fitting(smallest.peak_reserved_bytes + smallest.device.communicator_bytes)
 
-    def with_value(job: Config, *keys: str) -> Callable[[int], Forecast]:
-        return lambda value: forecast(job.changed(dict.fromkeys(keys, value)))
+    def with_value(variant: Config, *keys: str) -> Callable[[int], Forecast]:
+        return lambda value: forecast(variant.changed(dict.fromkeys(keys, value)))
 
     longest = largest(with_value(one, "data.max_length"), config.data.max_length, 64, length)
     most = largest(with_value(least, _ROWS, "training.batch_size"), config.training.rows, 1, rows)

@@ -37,7 +37,7 @@ class Draft:
         return Config.model_validate(sections, context={"choices": CHOICES})
 
     @property
-    def job(self) -> Config:
+    def config_as_read(self) -> Config:
         """The config as it is read from the file: with what its objective implies."""
         return for_objective(self.config)
 

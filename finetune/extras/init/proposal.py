@@ -97,8 +97,8 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
         draft.take("data.columns", columns, "as given: the rows were not read")
     draft.title = f"{_TITLE}: {rows}"
     if wanted.asks and tokenizer and sources.at_hand(wanted.data):
-        asked = resolve(draft.job, until="base")  # what is wrong with a row is said before more is asked
-        inspection.inspect_data(asked.config, asked.architecture)
+        job = resolve(draft.config_as_read, until="base")  # what is wrong with a row is said before more is asked
+        inspection.inspect_data(job.config, job.architecture)
     gpu = questions.card(wanted, lambda name: devices.find(name, MemorySection()))
     try:
         job = _planned(draft, gpu)
@@ -126,7 +126,7 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
 
 def _planned(draft: Draft, gpu: str | None) -> Job:
     """The draft as a job on a card, with rows of any micro-batch."""
-    return job_on(replace(draft, values={**draft.values, **_AUTO}).job, gpu)
+    return job_on(replace(draft, values={**draft.values, **_AUTO}).config_as_read, gpu)
 
 
 def _recognised(wanted: Wanted, encoding: str | None) -> tuple[sources.Row | None, dict[str, str]]:
@@ -224,10 +224,10 @@ def _fitted(draft: Draft, job: Job, planner: Planner) -> Fitted:
     """Set quantization and what the fit chooses, with shorter rows where nothing fits with long ones."""
     if (precision := job.config.training.precision) != "bf16":  # left to each start, whose device may have another
         draft.take("training.precision", "auto", f"`{precision}` as of now: {job.why['training.precision']}")
-    draft.take("training.learning_rate", *learning_rate.best_rate(draft.job, job.architecture))
+    draft.take("training.learning_rate", *learning_rate.best_rate(draft.config_as_read, job.architecture))
     resolved = {"training.precision": precision}
     _choose_quantization(draft, planner, resolved)
-    lost = "are dropped" if draft.job.data.too_long == "drop" else "lose their beginning"
+    lost = "are dropped" if draft.config_as_read.data.too_long == "drop" else "lose their beginning"
     while True:
         try:
             fitted = planner.with_changes({**draft.values, **resolved}).fit()

@@ -39,20 +39,20 @@ def write(
     given = {"gpu": gpu, "image": image}
     if missing := [f"--{name}" for name in target.needs if not given[name]]:
         raise ConfigError(f"--on {on} needs {' and '.join(missing)}")
-    job = load_config(config, overrides)
+    asked = load_config(config, overrides)
     if members and not target.array:
         able = " or ".join(name for name, each in TARGETS.items() if each.array)
         raise ConfigError(f"--on {on} cannot start a sweep; use {able}, or train its members one by one")
     if not members:
         try:
-            check_shares(job.training, job.distributed, nodes * gpus)
+            check_shares(asked.training, asked.distributed, nodes * gpus)
         except ConfigError as error:
             raise ConfigError(f"{error} (--nodes {nodes} --gpus-per-node {gpus})") from None
-        if job.distributed.context > 1:
+        if asked.distributed.context > 1:
             # A model that this machine does not have passes: the cluster may have it on a disk of its own.
             with contextlib.suppress(ArtifactError, MachineError):
-                context.check(load_architecture(job.model, listed=True), job.distributed.context)
-    run = Path(job.output.dir or f"runs/{config.stem}")
+                context.check(load_architecture(asked.model, listed=True), asked.distributed.context)
+    run = Path(asked.output.dir or f"runs/{config.stem}")
     file = output or Path(f"{config.stem}{target.suffix}")
     if file.resolve() == config.resolve():
         raise ConfigError(f"--output: {file} is the config itself; give another name")
