@@ -85,7 +85,7 @@ def for_objective(config: Config) -> Config:
     if wanted is None:
         return config
     changes = {"data.format": formats.of_objective(config.data.format, wanted)}
-    if objective and objective.sequences_scored:
+    if objective and objective.layout.scored:
         changes["data.loss_on"] = "end"
     if wanted not in ("labelled", "distilled") and "too_long" not in config.data.model_fields_set:
         changes["data.too_long"] = "drop"

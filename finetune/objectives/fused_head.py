@@ -95,16 +95,12 @@ def scored(model: Any, hidden: Tensor, labels: Tensor, words: Tensor | None = No
 
 
 def logits_of(text: Any) -> Logits:
-    """What a model with this config of its decoder does to its logits."""
-    return Logits(getattr(text, "final_logit_softcapping", None), _scale(text))
-
-
-def _scale(text: Any) -> float:
-    """The factor of the logits, which configs name in four ways; 1 for a model without one."""
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if (scale := getattr(text, name, None)) is not None:
-            return float(scale)
-    scaling = getattr(text, "logits_scaling", None)  # Granite and MiniCPM3 divide by it
-    if scaling is None:
-        return 1.0
-    return float(scaling if text.model_type == "hyperclovax" else 1 / scaling)
+    """What a model with this config of its decoder does to its logits: their cap, and their factor, which configs name
+    in four ways.
+    """
+    names = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+    scales = [scale for name in names if (scale := getattr(text, name, None)) is not None]
+    if not scales and (scaling := getattr(text, "logits_scaling", None)) is not None:
+        # Granite and MiniCPM3 divide by it.
+        scales = [scaling if text.model_type == "hyperclovax" else 1 / scaling]
+    return Logits(getattr(text, "final_logit_softcapping", None), float(scales[0]) if scales else 1.0)

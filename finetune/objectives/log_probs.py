@@ -96,7 +96,7 @@ def prove(model: Any) -> str | None:
         with probes.evaluating(model), probes.attempt():
             with torch.no_grad():
                 hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-            with torch.enable_grad(), _tile(head.Tile(probes.TOKENS // 2, ahead=True)):
+            with torch.enable_grad(), tiles(probes.TOKENS // 2, fused=True):
                 fused, plain = (_results(hidden, each, base, ids[:, 1:]) for each in (_tiled, _whole))
             unlike = self_test.difference(fused, plain, head.dtype_of(hidden), "the whole logits give")
     except probes.Failed as failed:
@@ -125,17 +125,13 @@ def _whole(hidden: torch.Tensor, model: Any, labels: torch.Tensor) -> Any:
     return z.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
 
 
-def tiles(tokens: int, *, fused: bool = False) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def tiles(tokens: int, *, fused: bool = False) -> Iterator[None]:
     """In the block, the head scores `tokens` tokens at a time.
 
     With `fused` the gradient is computed with the log-probabilities where the head is frozen.
     """
-    return _tile(head.Tile(tokens, ahead=fused))
-
-
-@contextlib.contextmanager
-def _tile(tile: head.Tile) -> Iterator[None]:
-    before = fused_head.tile.set(tile)
+    before = fused_head.tile.set(head.Tile(tokens, ahead=fused))
     try:
         yield
     finally:

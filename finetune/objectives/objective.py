@@ -81,16 +81,11 @@ class Objective:
     rate: float = 1.0
 
     @property
-    def sequences_scored(self) -> bool:
-        """Whether sequences are scored by a head of their own, so that no token is predicted."""
-        return self.layout.scored
-
-    @property
     def ignores(self) -> tuple[str, ...]:
         """The keys of the config that change nothing here."""
         ignored = tuple(f"preference.{key}" for key in SETTINGS if key not in self.settings)
-        noise = ("neftune_noise_alpha",) if self.settings or self.sequences_scored else ()
-        scores = ("memory.loss_tokens",) if self.sequences_scored else ()
+        noise = ("neftune_noise_alpha",) if self.settings or self.layout.scored else ()
+        scores = ("memory.loss_tokens",) if self.layout.scored else ()
         return (*ignored, *noise, *scores, *self.unread)
 
 

@@ -91,7 +91,7 @@ def give_rows(loop: Loop, layout: RowLayout) -> None:
 
 
 # One that scores sequences needs a model with a head for them: tests/objectives/test_rewards.py.
-OF_TOKENS = {name: objective for name, objective in OBJECTIVES.items() if not objective.sequences_scored}
+OF_TOKENS = {name: objective for name, objective in OBJECTIVES.items() if not objective.layout.scored}
 
 
 @pytest.mark.slow
