@@ -32,26 +32,14 @@ class Locations:
 
 @dataclass(frozen=True)
 class _Mistake:
-    """One refused value: pydantic's report of it, with those of the other branches of a union in `branches`."""
+    """One refused value, as it was `given` in words too: pydantic's reports of it, one for each branch of a union."""
 
-    report: Any
+    path: KeyPath
+    key: str
+    value: Any
+    given: str
+    reports: list[Any]
     locations: Locations
-
-    @property
-    def path(self) -> KeyPath:
-        return _key_path(self.report["loc"])
-
-    @property
-    def key(self) -> str:
-        return shortened(".".join(self.path))
-
-    @property
-    def value(self) -> Any:
-        return self.report["input"]
-
-    @property
-    def given(self) -> str:
-        return self.value if isinstance(self.value, str) else shown(self.value)
 
     @property
     def not_offered(self) -> str | None:
@@ -64,11 +52,23 @@ class _Mistake:
 
 
 def mistakes(error: ValidationError, locations: Locations) -> list[str]:
-    """One message a mistake: location, key, what is wrong and what to write."""
-    return [
-        _EXPLANATIONS.get(report["type"], _wrong_type)(_Mistake(report, locations))
-        for report in _merged(error.errors())
-    ]
+    """One message a mistake: location, key, what is wrong and what to write.
+
+    pydantic reports each branch of a union that failed. Where a branch got further in (an item of a list), the branches
+    that stopped before it say nothing useful.
+    """
+    by_path: dict[KeyPath, list[Any]] = {}
+    for report in error.errors():
+        by_path.setdefault(_key_path(report["loc"]), []).append(report)
+    messages = []
+    for path, reports in by_path.items():
+        if any(len(other) > len(path) and other[: len(path)] == path for other in by_path):
+            continue
+        value = reports[0]["input"]
+        given = value if isinstance(value, str) else shown(value)
+        mistake = _Mistake(path, shortened(".".join(path)), value, given, reports, locations)
+        messages.append(_EXPLANATIONS.get(reports[0]["type"], _wrong_type)(mistake))
+    return messages
 
 
 def instead(key: str, meant: str) -> str:
@@ -109,7 +109,7 @@ def _unknown_key(mistake: _Mistake) -> str:
 
 def _refused_value(mistake: _Mistake) -> str:
     """Explain a value that one of our own checks refused, such as a name that its table lacks."""
-    reason = str(mistake.report["ctx"]["error"])
+    reason = str(mistake.reports[0]["ctx"]["error"])
     here = other_names.name_here(mistake.given)
     if here in reason.partition("choose from ")[2].split(", "):
         return mistake.says(f"`{mistake.key}`: `{mistake.given}` is another tool's word; write `{here}`")
@@ -118,8 +118,9 @@ def _refused_value(mistake: _Mistake) -> str:
 
 def _wrong_type(mistake: _Mistake) -> str:
     here = other_names.name_here(mistake.given)
-    expected = " or ".join(dict.fromkeys(_expected(branch) for branch in mistake.report["branches"]))
-    renamed = mistake.report["type"] == "literal_error" and repr(here) in mistake.report["ctx"]["expected"]
+    expected = " or ".join(dict.fromkeys(_expected(branch) for branch in mistake.reports))
+    first = mistake.reports[0]
+    renamed = first["type"] == "literal_error" and repr(here) in first["ctx"]["expected"]
     if mistake.not_offered and not renamed:
         return mistake.says(f"`{mistake.key}`: {mistake.not_offered}")
     described = field(mistake.path)
@@ -171,20 +172,6 @@ def _expected(item: Any) -> str:
     }
     words = str(item["msg"]).removeprefix("Input should be ")
     return wanted.get(item["type"], f"a number {words}" if words.startswith(("greater", "less")) else words)
-
-
-def _merged(reports: list[Any]) -> list[Any]:
-    """One report a mistake: pydantic reports each branch of a union that failed.
-
-    Where a branch got further in (an item of a list), the branches that stopped before it say nothing useful.
-    """
-    by_path: dict[KeyPath, list[Any]] = {}
-    for report in reports:
-        by_path.setdefault(_key_path(report["loc"]), []).append(report)
-    deepest = [
-        path for path in by_path if not any(len(other) > len(path) and other[: len(path)] == path for other in by_path)
-    ]
-    return [{**by_path[path][0], "branches": by_path[path]} for path in deepest]
 
 
 def _key_path(location: tuple[Any, ...]) -> KeyPath:

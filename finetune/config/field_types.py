@@ -64,18 +64,19 @@ class Choice:
     or_file: str | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.with_info_after_validator_function(self._check, handler(source))
-
-    def _check(self, name: str, info: ValidationInfo) -> str:
-        context = info.context or {}
-        tables: Choices = context.get("choices", {})
-        if self.table not in tables or name in tables[self.table] or (self.or_file and name.endswith(self.or_file)):
-            return name
-        if name.startswith(GIVEN):
-            if context.get("trained"):
+        def check(name: str, info: ValidationInfo) -> str:
+            context = info.context or {}
+            tables: Choices = context.get("choices", {})
+            if self.table not in tables or name in tables[self.table] or (self.or_file and name.endswith(self.or_file)):
                 return name
-            raise ValueError(not_given(name))
-        raise ValueError(unknown(name, tables[self.table]) + (f", or a {self.or_file} file" if self.or_file else ""))
+            if name.startswith(GIVEN):
+                if context.get("trained"):
+                    return name
+                raise ValueError(not_given(name))
+            other = f", or a {self.or_file} file" if self.or_file else ""
+            raise ValueError(unknown(name, tables[self.table]) + other)
+
+        return core_schema.with_info_after_validator_function(check, handler(source))
 
 
 @dataclass(frozen=True)

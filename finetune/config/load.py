@@ -171,7 +171,11 @@ def _apply(values: dict[str, Any], locations: Locations, override: str) -> list[
     path = tuple(key.strip().split("."))
     if equals and len(path) == 1 and (meant := other_names.meant(path[0], text)):
         return [f"override `{override}`: {explain.instead(path[0], meant)}"]
-    if not equals or len(path) not in ((2, 3) if _is_mapping(path) else (2,)) or not all(path):
+    described = explain.field(path[:2])
+    is_mapping = described is not None and typing.get_origin(described.annotation) is dict
+    # The keys of a mapping, or of a section in a section, can be set one by one.
+    lengths = (2, 3) if is_mapping or explain.section_in(path[:2]) else (2,)
+    if not equals or len(path) not in lengths or not all(path):
         return [f"override `{override}`: write it as section.key=value, such as training.max_steps=20"]
     document = strict_yaml.parse(f"value: {text}")
     if document.problems:
@@ -192,14 +196,6 @@ def _apply(values: dict[str, Any], locations: Locations, override: str) -> list[
     return []
 
 
-def _is_mapping(path: tuple[str, ...]) -> bool:
-    """Whether the value of `section.key` is a mapping, whose keys an override can set one by one."""
-    field = explain.field(path[:2])
-    return field is not None and (
-        typing.get_origin(field.annotation) is dict or explain.section_in(path[:2]) is not None
-    )
-
-
 def _validate(
     values: dict[str, Any], locations: Locations, choices: Choices | None, trained: bool
 ) -> tuple[Config | None, list[str]]:
@@ -214,7 +210,11 @@ def _validate(
         return None, mistakes + explain.mistakes(error, locations)
     if mistakes:  # what other keys say of a value that stands for a removed one would mislead
         return None, mistakes
-    given, config = config.model.labels, _with_head(config)
+    given = config.model.labels
+    if config.scorer:  # a head for the labels of its objective, trained in full
+        modules = list(dict.fromkeys([*config.adapter.extra_modules, "score"]))
+        labels = ["reward"] if config.scorer == "reward model" else config.data.labels
+        config = config.changed({"model.labels": labels, "adapter.extra_modules": modules})
     if used:  # the version that started the run has checked what belongs to what is gone
         return config, []
     broken = contradictions(config)
@@ -230,15 +230,6 @@ def _validate(
     if not broken and config.output.way != "auto":  # `auto` is decided once the base is known
         config = config.changed(serving.consequences(config.output, config.quantization.kind)[0])
     return config, [f"{locations.of(tuple(key.split('.')))}: `{key}`: {message}" for key, message in broken]
-
-
-def _with_head(config: Config) -> Config:
-    """`config` with a head for the labels of its objective, trained in full, if that has one."""
-    if config.scorer is None:
-        return config
-    modules = list(dict.fromkeys([*config.adapter.extra_modules, "score"]))
-    labels = ["reward"] if config.scorer == "reward model" else config.data.labels
-    return config.changed({"model.labels": labels, "adapter.extra_modules": modules})
 
 
 def ignored_keys(config: dict[str, dict[str, Any]], choices: Choices) -> dict[str, str]:
