@@ -20,6 +20,7 @@ from finetune.config import AdapterSection, other_names, strict_yaml
 from finetune.config.load import ignored_keys, text_of
 from finetune.config.other_names import name_here
 from finetune.config.rules import contradictions
+from finetune.config.sections import SHARDED
 from finetune.errors import ConfigError
 from finetune.extras.init.draft import Draft
 from finetune.objectives import OBJECTIVES
@@ -135,7 +136,7 @@ def _held_out(value: Any) -> KeyValues | None:
 
 
 def _zero_by_file(value: Any) -> KeyValues | None:
-    """ZeRO's stage by the name of its file, such as deepspeed_configs/zero2.json or ds_z3_offload_config.json."""
+    """How ranks share by the name of ZeRO's file, such as configs/zero2.json or ds_z3_offload_config.json."""
     name = str(value).lower()
     stage_of = re.search(r"(?:zero|z|stage)[-_]?([0-3])", name.rpartition("/")[2])
     if not isinstance(value, str) or not stage_of:
@@ -144,11 +145,11 @@ def _zero_by_file(value: Any) -> KeyValues | None:
         return {}
     stage = {"1": "optimizer", "2": "gradients", "3": "weights"}[stage_of[1]]
     offload = {"distributed.offload": "cpu"} if "offload" in name else {}
-    return {"distributed.kind": "deepspeed", "distributed.stage": stage, **offload}
+    return {"distributed.stage": stage, **offload}
 
 
 def _divided(value: Any) -> KeyValues | None:
-    """From words such as `full_shard auto_wrap`, or from a mapping whose keys may begin with `fsdp_`."""
+    """How ranks share by words such as `full_shard auto_wrap`, or by a mapping whose keys may begin with `fsdp_`."""
     if not value:
         return {}
     if isinstance(value, Mapping):
@@ -157,8 +158,8 @@ def _divided(value: Any) -> KeyValues | None:
         words = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
         keys = {"offload_params": "offload" in words, "reshard_after_forward": "shard_grad_op" not in words}
     kept = str(keys.get("reshard_after_forward", True)).lower() in ("false", "shard_grad_op")
-    settings = {"distributed.kind": "fsdp", "distributed.stage": "gradients" if kept else "weights"}
-    return settings | ({"distributed.offload": "cpu"} if keys.get("offload_params") is True else {})
+    offload = {"distributed.offload": "cpu"} if keys.get("offload_params") is True else {}
+    return {"distributed.stage": "gradients" if kept else "weights", **offload}
 
 
 def _plugins(value: Any) -> KeyValues | None:
@@ -216,8 +217,6 @@ CONVERTED: dict[str, Mapping[str, KeyValues] | Callable[[Any], KeyValues | None]
     "warmup_ratio": lambda value: (
         {"training.warmup": value} if type(value) in (int, float) and 0 <= value < 1 else None
     ),
-    "deepspeed": _zero_by_file,
-    **dict.fromkeys(("fsdp", "fsdp_config"), _divided),
     "plugins": _plugins,
     "special_tokens": lambda value: {} if isinstance(value, dict) and value.keys() <= {"pad_token"} else None,
     "model_revision": lambda value: {} if value == "main" else {"model.revision": value},
@@ -251,6 +250,9 @@ def taken(key: str, value: Any) -> KeyValues | None:
     if text.startswith("leave"):
         return {}
     [ours, fixed] = re.findall(r"`(\w+\.\w+)(?:: ([^`]+))?`", text)[0]
+    if ours == "distributed.kind":
+        shared = _divided(value) if fixed == "fsdp" else _zero_by_file(value)
+        return shared and {ours: fixed, **shared}
     if fixed and value == "auto" and ours == "training.precision":
         return {ours: value}
     if fixed:
@@ -490,7 +492,7 @@ def _apply_implicit_defaults(draft: Draft, name: str, given: Mapping[str, Any]) 
 def _leave_out_ignored(draft: Draft, owners: Mapping[str, str]) -> None:
     """Drop values that the config would ignore; those of a preference objective are noted."""
     ignored = [*ignored_keys(draft.config.model_dump(), CHOICES)]
-    if draft.values.get("distributed.kind") in ("fsdp", "deepspeed"):  # the result is the same without
+    if draft.values.get("distributed.kind") in SHARDED:  # the result is the same without
         ignored += ["kernels.fused", "kernels.compile"]
     objective = draft.values.get("training.objective", "supervised")
     for key in ignored:
