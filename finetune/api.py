@@ -118,7 +118,7 @@ def compare(runs: Sequence[Run]) -> RunsView:
     """
     from finetune.report import runs_view
 
-    return runs_view.RunsView(runs_view.compare(runs))
+    return runs_view.compare(runs)
 
 
 def _refuse_nothing(**given: Any) -> None:

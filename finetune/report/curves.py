@@ -46,14 +46,14 @@ def loss(figures: Figures) -> dict[str, Any]:
     """
     groups = grouped(figures.training)
     losses = [[line["loss"] for line in group] for group in groups]
-    if _size(groups) > 1:
+    if max(map(len, groups), default=1) > 1:
         raw = [("highest", "high", [*map(highest, losses)]), ("lowest", "low", [*map(lowest, losses)])]
     else:
         raw = [("each step", "faint", [loss for [loss] in losses])]
     values, span_steps = smoothed(groups)
     return chart(
         "Loss", _unit(figures), "fixed",
-        table(_steps(groups), *raw, (f"mean of {span_steps:,} steps", "line", values)),
+        table(groups, *raw, (f"mean of {span_steps:,} steps", "line", values)),
         _of(grouped(figures.evaluations), "eval_loss", mean, "evaluation", "points"),
     )  # fmt: skip
 
@@ -64,13 +64,14 @@ def of_objective(figures: Figures) -> list[dict[str, Any]]:
     kinds: dict[str, list[str]] = {}
     for name in figures.statistics:
         kinds.setdefault(name if name.endswith(_SHARES) else name.partition("_")[0], []).append(name)
-    return [
-        chart(
-            words.statistic(kind).capitalize(), f"mean of {_span(groups) * _size(groups):,} steps", "digits",
-            table(_steps(groups), *((words.statistic(name), "line", _averaged(groups, name)) for name in names)),
-        )
-        for kind, names in kinds.items()
-    ]  # fmt: skip
+    charts = []
+    for kind, names in kinds.items():
+        averages = {words.statistic(name): smoothed(groups, name) for name in names}
+        series = ((name, "line", values) for name, (values, _) in averages.items())
+        [span_steps] = {steps for _, steps in averages.values()}
+        title = words.statistic(kind).capitalize()
+        charts.append(chart(title, f"mean of {span_steps:,} steps", "digits", table(groups, *series)))
+    return charts
 
 
 _SHARES = "accuracies"
@@ -94,8 +95,8 @@ def memory(figures: Figures) -> dict[str, Any]:
 
     return chart(
         "Peak memory by phase", f"{words.MEASURES[measure]}, {unit}", "digits",
-        table(_steps(groups), *(series(phase, "line", groups) for phase in _PHASES if phase in peaks)),
-        table(_steps(evaluated), series("evaluation", "points", evaluated)),
+        table(groups, *(series(phase, "line", groups) for phase in _PHASES if phase in peaks)),
+        table(evaluated, series("evaluation", "points", evaluated)),
     )  # fmt: skip
 
 
@@ -115,16 +116,16 @@ def of_runs(runs: Mapping[str, Figures]) -> list[dict[str, Any]]:
         chart("Evaluation loss", " or ".join(sorted({*map(_unit, runs.values())})), "fixed", *(
             _of(grouped(figures.evaluations), "eval_loss", mean, name, "points") for name, figures in runs.items())),
         chart("Training loss", "smoothed", "fixed", *(
-            table(_steps(lines), (name, "line", smoothed(lines)[0])) for name, lines in groups.items())),
+            table(lines, (name, "line", smoothed(lines)[0])) for name, lines in groups.items())),
         *(chart(words.statistic(statistic).capitalize(), "smoothed", "digits", *(
-            table(_steps(groups[name]), (name, "line", _averaged(groups[name], statistic)))
+            table(groups[name], (name, "line", smoothed(groups[name], statistic)[0]))
             for name, figures in runs.items() if statistic in figures.statistics))
           for statistic in dict.fromkeys(one for figures in runs.values() for one in figures.statistics)),
         chart("Learning rate", "", "exponent", *each("learning_rate", last)),
         chart("Gradient norm", "before clipping", "digits", *each("grad_norm", highest)),
         chart("Tokens per second", "", "whole", *each("tokens_per_second", mean)),
         chart("Peak memory of a step", unit, "digits", *(
-            table(_steps(lines), (name, "line", peaks(lines))) for name, lines in groups.items())),
+            table(lines, (name, "line", peaks(lines))) for name, lines in groups.items())),
     )  # fmt: skip
 
 
@@ -238,35 +239,19 @@ def last(values: Iterable[float | None]) -> float | None:
     return [*values][-1]
 
 
-def smoothed(groups: Sequence[Sequence[Line]]) -> tuple[list[float], int]:
-    """The moving average of the training loss over the groups, and the number of steps it is taken over."""
-    return _averaged(groups, "loss"), _span(groups) * _size(groups)
+def smoothed(groups: Sequence[Sequence[Line]], key: str = "loss") -> tuple[list[float], int]:
+    """The centred moving average of a value of the lines over the groups, and the number of steps it is taken over.
 
-
-def _averaged(groups: Sequence[Sequence[Line]], key: str) -> list[float]:
-    """The moving average of a value of the lines over the groups."""
+    It is taken over fewer at either end; values that are missing or not finite are left out.
+    """
+    span = max(5, len(groups) // 20) | 1  # odd, to be centred
     means = [mean(line.get(key) for line in group) for group in groups]
-    return smooth([math.nan if value is None else value for value in means], _span(groups))
-
-
-def _span(groups: Sequence[Sequence[Line]]) -> int:
-    """The groups that a moving average is taken over: odd, to be centred."""
-    return max(5, len(groups) // 20) | 1
-
-
-def _size(groups: Sequence[Sequence[Line]]) -> int:
-    """The steps of a group."""
-    return max(map(len, groups), default=1)
-
-
-def smooth(losses: list[float], span_steps: int) -> list[float]:
-    """Centred moving average over `span_steps` steps, fewer at either end; NaNs are ignored."""
-    half = span_steps // 2
-    smoothed = []
-    for at in range(len(losses)):
-        window = [loss for loss in losses[max(0, at - half) : at + half + 1] if math.isfinite(loss)]
-        smoothed.append(statistics.fmean(window) if window else math.nan)
-    return smoothed
+    values = []
+    for at in range(len(means)):
+        window = means[max(0, at - span // 2) : at + span // 2 + 1]
+        finite = [value for value in window if value is not None and math.isfinite(value)]
+        values.append(statistics.fmean(finite) if finite else math.nan)
+    return values, span * max(map(len, groups), default=1)
 
 
 # -- charts ------------------------------------------------------------------------------------------------------------
@@ -276,18 +261,13 @@ def _of(
     groups: Sequence[Sequence[Line]], key: str, reduced: Reduced, name: str = "", style: str = "line"
 ) -> dict[str, Any]:
     values = [reduced(line[key] for line in group) for group in groups]
-    return table(_steps(groups), (name or key.replace("_", " "), style, values))
+    return table(groups, (name or key.replace("_", " "), style, values))
 
 
-def _steps(groups: Sequence[Sequence[Line]]) -> list[Line]:
-    """The last line of each group, whose step the group is drawn at."""
-    return [group[-1] for group in groups]
-
-
-def table(lines: Sequence[Line], *series: tuple[str, str, Sequence[float | None]]) -> dict[str, Any]:
-    """Series of (name, style, values) at the lines' steps. JSON has no NaN."""
+def table(groups: Sequence[Sequence[Line]], *series: tuple[str, str, Sequence[float | None]]) -> dict[str, Any]:
+    """Series of (name, style, values), a value a group, each at the last step of its group. JSON has no NaN."""
     return {
-        "steps": [line["step"] for line in lines],
+        "steps": [group[-1]["step"] for group in groups],
         "series": [
             {"name": name, "style": style, "values": [short(value) for value in values]}
             for name, style, values in series

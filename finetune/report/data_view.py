@@ -251,11 +251,23 @@ def together(samples: Sequence[Sample], names: Sequence[str]) -> Iterator[list[t
 
 
 def _lines(caption: str, sample: Sample, console: Console, marks: tuple[str, str]) -> list[Text]:
-    """A row below its caption and what is known of its images."""
-    row = _row(sample, console, marks).split("\n")
+    """A row below its caption and what is known of its images.
+
+    Each run of trained tokens is enclosed in the marks, and a long run is shown by both its ends.
+    """
+    line_break = "↵" if printing.knows_unicode(console) else "\\n"
+    row = Text()
+    for trained, run in groupby(sample.pieces, key=lambda piece: piece.trained):
+        tokens = [_spelt(piece, line_break) for piece in run]
+        if (left_out := len(tokens) - 2 * _SHOWN_PIECES) > 0:
+            tokens[_SHOWN_PIECES:-_SHOWN_PIECES] = [f" ... {words.count(left_out)} more ... "]
+        opening, closing = marks if trained else ("", "")
+        style = _TRAINED if trained else _CONTEXT
+        row.append_text(printing.plain(console, f"{opening}{''.join(tokens)}{closing}", style, keep="\n"))
+    row.rstrip()
     known = [f"{image.name}: {words.image_size(image)}" for image in sample.images] + [_further(sample)]
     above = [printing.plain(console, line, _CONTEXT) for line in (caption, *filter(None, known))]
-    return [above[0], *(Text.assemble("    ", line) for line in (*above[1:], *row))]
+    return [above[0], *(Text.assemble("    ", line) for line in (*above[1:], *row.split("\n")))]
 
 
 def _caption(sample: Sample) -> str:
@@ -270,18 +282,3 @@ def _spelt(piece: TokenText, line_break: str) -> str:
         else letter.encode("unicode_escape").decode("ascii")
         for letter in piece.text
     )  # fmt: skip
-
-
-def _row(sample: Sample, console: Console, marks: tuple[str, str]) -> Text:
-    """The row's text; each run of trained tokens is enclosed in the marks, and a long run is shown by both its ends."""
-    line_break = "↵" if printing.knows_unicode(console) else "\\n"
-    text = Text()
-    for trained, run in groupby(sample.pieces, key=lambda piece: piece.trained):
-        tokens = [_spelt(piece, line_break) for piece in run]
-        if (left_out := len(tokens) - 2 * _SHOWN_PIECES) > 0:
-            tokens[_SHOWN_PIECES:-_SHOWN_PIECES] = [f" ... {words.count(left_out)} more ... "]
-        opening, closing = marks if trained else ("", "")
-        style = _TRAINED if trained else _CONTEXT
-        text.append_text(printing.plain(console, f"{opening}{''.join(tokens)}{closing}", style, keep="\n"))
-    text.rstrip()
-    return text

@@ -52,10 +52,6 @@ class Figures:
         return next((line["eval_loss"] for line in self.evaluations if line["step"] == 0), None)
 
     @property
-    def final_eval_loss(self) -> float | None:
-        return self.evaluations[-1]["eval_loss"] if self.evaluations else None
-
-    @property
     def best_evaluation(self) -> dict[str, Any] | None:
         """The evaluation with the lowest finite loss; that of step 0 if training did not help."""
         finite = [line for line in self.evaluations if line["eval_loss"] is not None]
@@ -190,7 +186,7 @@ def summary(run: RunDirectory) -> dict[str, Any]:
         "final_train_loss": figures.final_loss,
         **({"statistics": recent} if (recent := figures.recent_statistics) else {}),
         "base_eval_loss": figures.base_eval_loss,
-        "final_eval_loss": figures.final_eval_loss,
+        "final_eval_loss": figures.evaluations[-1]["eval_loss"] if figures.evaluations else None,
         "best_eval_loss": best and best["eval_loss"],
         "best_step": best and best["step"],
         "exported_step": figures.exported_step,

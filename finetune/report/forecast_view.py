@@ -88,18 +88,20 @@ class PlanView(PageView):
         if images := words.images(self.plan.images):
             printing.facts(console, images)
         if self.plan.levers:
-            printing.say(console, _levers_title(self.plan.levers), style="bold")
-            printing.table(console, *_levers_table(self.plan.levers), texts=("fits", "cost"))
+            title, table = _levers_table(self.plan.levers)
+            printing.say(console, title, style="bold")
+            printing.table(console, *table, texts=("fits", "cost"))
 
     def values(self) -> dict[str, Any]:
-        forecast, levers = self.forecast, self.plan.levers
+        forecast = self.forecast
+        title, levers = _levers_table(self.plan.levers)
         return {
             "verdict": words.verdict(forecast),
             "facts": [*_settings(forecast).items(), *_costs(forecast).items(), *words.images(self.plan.images).items()],
             "categories": _bars(forecast),
             "phases": _phases_table(forecast),
-            "levers_title": _levers_title(levers) if levers else "",
-            "levers": _levers_table(levers),
+            "levers_title": title if self.plan.levers else "",
+            "levers": levers,
         }
 
     def charts(self) -> list[dict[str, Any]]:
@@ -279,17 +281,15 @@ def _bars(forecast: Forecast | Serving) -> list[tuple[str, float, str, str]]:
     return [*bars, ("at the peak", 0, words.size(forecast.needed_bytes), words.share(1))]
 
 
-def _levers_title(levers: Levers) -> str:
+def _levers_table(levers: Levers) -> tuple[str, printing.Cells]:
+    """The levers, below a title that says whether one is enough."""
     enough = any(after.fits for _, after in levers)
-    return "what would make it fit" if enough else "what would make it smaller; none of these is enough"
-
-
-def _levers_table(levers: Levers) -> printing.Cells:
+    title = "what would make it fit" if enough else "what would make it smaller; none of these is enough"
     rows = [
         (str(lever), words.size(after.needed_bytes), "yes" if after.fits else "no", lever.cost)
         for lever, after in levers
     ]
-    return ("change", "needs", "fits", "cost"), rows
+    return title, (("change", "needs", "fits", "cost"), rows)
 
 
 def _phases_table(forecast: Forecast | Serving) -> printing.Cells:

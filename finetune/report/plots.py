@@ -83,11 +83,20 @@ def training(run: RunDirectory) -> Path:
     if broken := [line["step"] for line in figures.training if line["loss"] is None]:
         upper.axvline(broken[0], color="crimson", linestyle="--", linewidth=1.2, label="loss is not finite")
     if sizes := [size for _, _, sizes in _series(memory) for size in sizes if size is not None]:
-        lower.set_ylim(*_limits(min(sizes), max(sizes)))
+        # The axis spans at least a quarter of the peak, so that small changes look small.
+        half = 0.6 * max(max(sizes) - min(sizes), max(sizes) / 4) or 1
+        middle = (max(sizes) + min(sizes)) / 2
+        lower.set_ylim(max(0.0, middle - half), middle + half)
     lower.set_xlabel("optimizer step")
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (upper, lower):
-        _finish(axes)
+        axes.grid(color="0.9", linewidth=0.8)
+        axes.set_axisbelow(True)
+        draw_frame(axes)
+        if axes.has_data():
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=10, borderaxespad=0.2)
+        else:
+            draw_placeholder(axes, "nothing recorded yet")
     paper.align_ylabels()
     write_bytes(run.plot_file, png(paper))
     return run.plot_file
@@ -108,24 +117,6 @@ def _draw(axes: Any, chart: dict[str, Any], title: str, named: dict[str, str]) -
                 steps, values, color=_PHASE_COLOURS.get(series["name"], _BLUE),
                 label=named.get(series["name"], series["name"]), **{**few, **_STYLES[series["style"]]},
             )  # fmt: skip
-
-
-def _limits(lowest: float, highest: float) -> tuple[float, float]:
-    """Limits of an axis that spans at least a quarter of the peak, so that small changes look small."""
-    half = 0.6 * max(highest - lowest, highest / 4) or 1
-    middle = (highest + lowest) / 2
-    return max(0.0, middle - half), middle + half
-
-
-def _finish(axes: Any) -> None:
-    """Add a grid, the frame, and a legend above the panel."""
-    axes.grid(color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    draw_frame(axes)
-    if axes.has_data():
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=10, borderaxespad=0.2)
-    else:
-        draw_placeholder(axes, "nothing recorded yet")
 
 
 # -- a forecast --------------------------------------------------------------------------------------------------------

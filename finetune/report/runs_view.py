@@ -24,32 +24,7 @@ from finetune.storage.rundir import Run, RunDirectory, is_sweep
 _NO_DIFFERENCE = "output.dir"
 
 
-@dataclass(frozen=True)
-class SideBySide:
-    """Runs by name, read from disk on each access."""
-
-    runs: dict[str, RunDirectory]
-
-    def as_dict(self) -> dict[str, Any]:
-        """`runs`: the summary of each (see `Result.summary`); `differences`: config keys, each with a value a run that
-        has it; `unread`: what keeps this version from reading the config of a run, which another one wrote.
-        """
-        configs: dict[str, dict[str, Any]] = {}
-        unread: dict[str, str] = {}
-        for name, run in self.runs.items():
-            try:
-                configs[name] = run.config().model_dump(mode="json")
-                if gone := ", ".join(one.key for one in gone_from(run.config_file)):
-                    configs[name] = as_written(run.config_file)[0]
-                    unread[name] = f"it has {gone}, unknown here"
-            except ConfigError as error:
-                configs[name], keys = as_written(run.config_file)
-                unread[name] = f"it has {', '.join(keys)}, unknown here" if keys else first_line(error)
-        summaries = {name: summary(run) for name, run in self.runs.items()}
-        return {"runs": summaries, "differences": _differences(configs), "unread": unread}
-
-
-def compare(runs: Sequence[Run]) -> SideBySide:
+def compare(runs: Sequence[Run]) -> RunsView:
     """Open runs to compare them; the directory of a sweep stands for its runs.
 
     Raises ArtifactError for a path without a run, ConfigError for fewer than two runs.
@@ -62,7 +37,7 @@ def compare(runs: Sequence[Run]) -> SideBySide:
     names = [run.path.name for run in opened]
     if len(set(names)) < len(names):
         names = [str(run.path) for run in opened]
-    return SideBySide(dict(zip(names, opened, strict=True)))
+    return RunsView(dict(zip(names, opened, strict=True)))
 
 
 def _members(run: Run) -> list[Run]:
@@ -108,16 +83,11 @@ _ROWS = {
 
 @dataclass(frozen=True, repr=False)
 class RunsView(PageView):
-    """Runs by name, as they are on disk: what differs in their configs, and their results."""
+    """Runs by name, read from disk on each access: what differs in their configs, and their results."""
 
-    compared: SideBySide
+    runs: dict[str, RunDirectory]
 
     template = "compare.html.j2"
-
-    @property
-    def runs(self) -> dict[str, RunDirectory]:
-        """The runs by name."""
-        return self.compared.runs
 
     def title(self) -> str:
         return f"{len(self.runs)} runs side by side"
@@ -126,7 +96,19 @@ class RunsView(PageView):
         """`runs`: the summary of each (see `Result.summary`); `differences`: config keys, each with a value a run that
         has it; `unread`: what keeps this version from reading the config of a run, which another one wrote.
         """
-        return self.compared.as_dict()
+        configs: dict[str, dict[str, Any]] = {}
+        unread: dict[str, str] = {}
+        for name, run in self.runs.items():
+            try:
+                configs[name] = run.config().model_dump(mode="json")
+                if gone := ", ".join(one.key for one in gone_from(run.config_file)):
+                    configs[name] = as_written(run.config_file)[0]
+                    unread[name] = f"it has {gone}, unknown here"
+            except ConfigError as error:
+                configs[name], keys = as_written(run.config_file)
+                unread[name] = f"it has {', '.join(keys)}, unknown here" if keys else first_line(error)
+        summaries = {name: summary(run) for name, run in self.runs.items()}
+        return {"runs": summaries, "differences": _differences(configs), "unread": unread}
 
     def frame(self) -> Any:
         """A `pandas.DataFrame` with a row a run and flat columns: `run`, the summary's (`peaks.backward.resident_bytes`

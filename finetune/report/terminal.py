@@ -211,16 +211,16 @@ class Terminal:
         if (lost := words.served(proof)) and "to_trained" not in proof:  # `to_trained` is printed as a table
             self._say(lost)
         if likeness := proof.get("to_trained"):
-            losses = proof.get("losses", {})
+            losses = {name: words.loss(value) for name, value in proof.get("losses", {}).items()}
             self._say(
                 f"It was trained on the quantized base and is merged onto the {proof['onto']} one (`--onto`). Beside "
                 "the trained model, in KL divergence and loss in nats per token:"
             )
             rows = [
-                (f"onto {name}", f"{model['kl']:.4f}", f"{model['agreement']:.1%}", _loss_of(losses, name))
+                (f"onto {name}", f"{model['kl']:.4f}", f"{model['agreement']:.1%}", losses.get(name, ""))
                 for name, model in likeness.items()
             ]
-            rows += [(name, "", "", _loss_of(losses, name)) for name in ("trained", "base") if name in losses]
+            rows += [(name, "", "", losses[name]) for name in ("trained", "base") if name in losses]
             printing.table(self._console, ("model", "KL", "same top token", "held-out loss"), rows)
 
     def exported(self, folder: Path, record: dict[str, Any]) -> None:
@@ -341,10 +341,6 @@ def _batching(config: Config, processes: int) -> str:
     if processes == 1:
         return text
     return f"{config.training.batch_size} rows over {config.distributed.named(processes)}; each {text}"
-
-
-def _loss_of(losses: dict[str, float], name: str) -> str:
-    return words.loss(losses[name]) if name in losses else ""
 
 
 def _losses(figures: Figures) -> str:

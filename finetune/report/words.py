@@ -262,16 +262,12 @@ def scoring(forecast: Forecast) -> dict[str, str]:
     if scored is None or scored.row_seconds is None:
         return {}
     if scored.seconds is None or scored.in_step_seconds is None:
-        many = f"1,000 in at least {_bound(1000 * scored.row_seconds)}"
+        many = f"1,000 in at least {significant(1000 * scored.row_seconds)} s"
         return {"reference": f"each row is scored once before the first step, {many}"}
     return {
         "reference": f"{count(scored.rows or 0)} rows scored once before the first step, in at least "
-        f"{_bound(scored.seconds)}; in the steps it would take {_bound(scored.in_step_seconds)}"
+        f"{significant(scored.seconds)} s; in the steps it would take {significant(scored.in_step_seconds)} s"
     }
-
-
-def _bound(seconds: float) -> str:
-    return f"{significant(seconds)} s"
 
 
 def mixture(stored: Mixture) -> str:

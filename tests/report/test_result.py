@@ -13,7 +13,7 @@ from report_lines import MIB, evaluation_line, training_line, write_lines
 from rich.console import Console
 
 from finetune.errors import MachineError
-from finetune.report.curves import smooth
+from finetune.report.curves import smoothed
 from finetune.report.figures import Figures
 from finetune.report.result import Result
 from finetune.storage.rundir import RunDirectory
@@ -100,8 +100,12 @@ def test_table_on_cuda_shows_allocated_reserved_and_device(empty_run: RunDirecto
 
 def test_smoothing_takes_the_steps_around_and_leaves_out_a_nan() -> None:
     nan = float("nan")
-    assert smooth([4.0, 2.0, 3.0, nan, 1.0], 3) == [3.0, 3.0, 2.5, 2.0, 1.0]
-    assert smooth([nan, nan, nan, 1.0], 3) == pytest.approx([nan, nan, 1.0, 1.0], nan_ok=True)
+
+    def of_losses(*losses: float | None) -> tuple[list[float], int]:
+        return smoothed([[{"loss": loss}] for loss in losses])
+
+    assert of_losses(4.0, 2.0, 3.0, nan, 1.0) == ([3.0, 3.0, 2.5, 2.0, 2.0], 5)
+    assert of_losses(None, nan, None, 1.0)[0] == pytest.approx([nan, 1.0, 1.0, 1.0], nan_ok=True)
 
 
 def test_a_frame_has_a_row_a_step_and_flat_columns(run: RunDirectory) -> None:

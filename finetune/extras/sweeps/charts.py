@@ -67,7 +67,7 @@ def by_value(title: str, unit: str, key: str, points: Sequence[ByValue]) -> dict
         ticks = [round(last * math.log(number / numbers[0]) / width, 4) for number in numbers]
     early, beyond = [point for point in shown if point.early], [point for point in points if point not in shown]
     ends = [("95%, high", "high", values(whole, 2)), ("95%, low", "low", values(whole, 0))]
-    table = curves.table([{"step": tick} for tick in ticks], *ends, ("whole run", "line", values(whole, 1)))
+    table = curves.table([[{"step": tick}] for tick in ticks], *ends, ("whole run", "line", values(whole, 1)))
     marks = [
         ("part of a run", "hollow", early, values(early, 1)),
         ("off the scale", "beyond", beyond, [edge if point in beyond else None for point in points]),
