@@ -53,7 +53,7 @@ class ComparedPairs:
             return None
         if objective.reference and not config.adapter.starts_at_zero:
             return None
-        objective = objective.bind(config.preference) if objective.bind else objective
+        objective = objective.bound(config.preference)
         return cls(config, objective, prepare.prepare_held_out(config.data, tokenizer)[0])
 
     @property

@@ -73,9 +73,7 @@ def of(config: Config) -> Objective:
     Where the log-probabilities of the starting model are cached, they are values of the rows: `reference_chosen` for
     the segment `chosen`.
     """
-    objective = OBJECTIVES[config.training.objective]
-    if objective.bind:
-        objective = objective.bind(config.preference)
+    objective = OBJECTIVES[config.training.objective].bound(config.preference)
     if objective.layout.teacher:
         layout = replace(objective.layout, teacher=config.data.teacher_tokens)
         return replace(objective, layout=layout)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from finetune.data.encoded import RowLayout
 from finetune.data.labelled import LABEL, SEGMENT
-from finetune.objectives.objective import Batch, Objective, Statistics, scored, scored_rows, with_balancing
+from finetune.objectives.objective import Batch, Keys, Objective, Statistics, scored, scored_rows, with_balancing
 
 if TYPE_CHECKING:
     from typing import Any
@@ -32,5 +32,5 @@ def _loss(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Statist
 CLASSIFICATION = Objective(
     "classifier: a head that scores the classes of a row by its last token, with cross-entropy",
     _loss, lambda batch: scored_rows(batch, 1).sum(), RowLayout((SEGMENT,), (LABEL,), scored=True), _loss,
-    statistics=STATISTICS, rate=0.5, unread=("data.separator",),
+    Keys(unread=("data.separator",)), statistics=STATISTICS, rate=0.5,
 )  # fmt: skip

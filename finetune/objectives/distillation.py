@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import PreferenceSection
 from finetune.data.encoded import RowLayout
-from finetune.objectives.objective import Batch, Objective, Statistics, scored, trained_tokens, with_balancing
+from finetune.objectives.objective import Batch, Keys, Objective, Statistics, scored, trained_tokens, with_balancing
 
 if TYPE_CHECKING:
     import torch
@@ -55,8 +55,9 @@ def _bound(section: PreferenceSection) -> Objective:
     loss = functools.partial(_loss, section.nll_weight)
     return Objective(
         "distillation: the divergence from a teacher whose likeliest tokens are in the rows (arXiv 2306.13649)",
-        loss, trained_tokens, RowLayout(teacher=1), loss, ("nll_weight",), _bound, statistics=STATISTICS,
-        unread=("data.loss_on", "data.separator", "data.chat_template"),
+        loss, trained_tokens, RowLayout(teacher=1), loss,
+        Keys(("nll_weight",), _bound, unread=("data.loss_on", "data.separator", "data.chat_template")),
+        statistics=STATISTICS,
     )  # fmt: skip
 
 

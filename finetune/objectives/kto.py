@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import PreferenceSection
 from finetune.data.encoded import ANSWER, DESIRABLE, MISMATCHED, RowLayout
-from finetune.objectives.objective import Batch, Objective, Statistics, trained_rows, with_balancing
+from finetune.objectives.objective import Batch, Keys, Objective, Statistics, trained_rows, with_balancing
 from finetune.objectives.preference import Numbers, score_answers
 
 if TYPE_CHECKING:
@@ -67,8 +67,9 @@ def _bound(section: PreferenceSection) -> Objective:
     loss = functools.partial(_loss, Numbers.of(section, _DEFAULTS))
     return Objective(
         "Kahneman-Tversky optimization of answers that are each labelled desirable or not (arXiv 2402.01306)",
-        loss, lambda batch: trained_rows(batch, 1).sum(), LABELLED, loss, (*_DEFAULTS, "reference"), _bound, True,
-        STATISTICS, step_mean=_divergence, rate=0.025,
+        loss, lambda batch: trained_rows(batch, 1).sum(), LABELLED, loss,
+        Keys((*_DEFAULTS, "reference"), _bound), reference=True, statistics=STATISTICS, step_mean=_divergence,
+        rate=0.025,
     )  # fmt: skip
 
 

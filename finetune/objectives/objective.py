@@ -53,14 +53,23 @@ def scored(model: Any, batch: Batch, **more: torch.Tensor) -> Any:
 
 
 @dataclass(frozen=True)
+class Keys:
+    """The keys of the config that an objective has: `read` of the section `preference`, by `bind`, which returns the
+    objective with their values; and `unread`, those of other sections that change nothing.
+    """
+
+    read: tuple[str, ...] = ()
+    bind: Callable[[PreferenceSection], Objective] | None = None
+    unread: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Objective:
     """A loss function returning a sum with its graph and its count, both on the device; and the count alone.
 
     `layout`: the segments and values of the rows that it trains on. `evaluated`: what an evaluation sums, by default
-    the cross-entropy of trained tokens. `settings`: the keys of the section `preference` that it
-    reads, by `bind`, which returns it with their values. `reference`: it needs the log-probabilities of the starting
-    model. `statistics`: the names of those that the loss returns besides, in order.
-    `unread`: other keys that change nothing here.
+    the cross-entropy of trained tokens. `reference`: it needs the log-probabilities of the starting model.
+    `statistics`: the names of those that the loss returns besides, in order.
     `step_mean`: the sum and count of what the loss needs the mean of over all rows of a step. It is computed from the
     segments `mismatched`, which the loss does not see, without gradients and before the first pass, so that no split of
     the step changes it; the loss finds the mean in its batch as `step_mean`, (), float64.
@@ -72,21 +81,23 @@ class Objective:
     count: Callable[[Batch], torch.Tensor] = trained_tokens
     layout: RowLayout = ONE_SEQUENCE
     evaluated: Loss = cross_entropy
-    settings: tuple[str, ...] = ()
-    bind: Callable[[PreferenceSection], Objective] | None = None
+    keys: Keys = Keys()
     reference: bool = False
     statistics: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
     step_mean: Loss | None = None
     rate: float = 1.0
+
+    def bound(self, section: PreferenceSection) -> Objective:
+        """This objective with the values of the keys that it reads."""
+        return self.keys.bind(section) if self.keys.bind else self
 
     @property
     def ignores(self) -> tuple[str, ...]:
         """The keys of the config that change nothing here."""
-        ignored = tuple(f"preference.{key}" for key in SETTINGS if key not in self.settings)
-        noise = ("neftune_noise_alpha",) if self.settings or self.layout.scored else ()
+        ignored = tuple(f"preference.{key}" for key in SETTINGS if key not in self.keys.read)
+        noise = ("neftune_noise_alpha",) if self.keys.read or self.layout.scored else ()
         scores = ("memory.loss_tokens",) if self.layout.scored else ()
-        return (*ignored, *noise, *scores, *self.unread)
+        return (*ignored, *noise, *scores, *self.keys.unread)
 
 
 def sums(loss: Loss, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from finetune.config import PreferenceSection
 from finetune.data.encoded import RowLayout
 from finetune.objectives.objective import (
     Batch,
+    Keys,
     Objective,
     Statistics,
     by_sequence,
@@ -198,13 +199,13 @@ def _pairs(
 ) -> Objective:
     """The entry of a loss of pairs that reads the keys of `defaults`; a key that is null has its default."""
 
-    settings = (*defaults, *(("reference",) if reference else ()))
+    read = (*defaults, *(("reference",) if reference else ()))
 
     def bind(section: PreferenceSection) -> Objective:
         loss = functools.partial(_loss, losses, reward, reference, Numbers.of(section, defaults))
         return Objective(
-            help, loss, lambda batch: trained_rows(batch, 2).sum(), PAIRS, loss, settings, bind, reference, STATISTICS,
-            rate=rate,
+            help, loss, lambda batch: trained_rows(batch, 2).sum(), PAIRS, loss, Keys(read, bind), reference,
+            STATISTICS, rate=rate,
         )  # fmt: skip
 
     return bind(PreferenceSection())

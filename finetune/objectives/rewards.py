@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import PreferenceSection
 from finetune.data.encoded import RowLayout
-from finetune.objectives.objective import Batch, Objective, Statistics, scored, scored_rows, with_balancing
+from finetune.objectives.objective import Batch, Keys, Objective, Statistics, scored, scored_rows, with_balancing
 from finetune.objectives.preference import PAIRS
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _bound(section: PreferenceSection) -> Objective:
         "reward model: a scalar head that scores the chosen answer above the rejected one by the row's `margin`, if it "
         "has one (Bradley-Terry, arXiv 2203.02155)",
         loss, lambda batch: scored_rows(batch, 2).sum(), replace(PAIRS, optional=(MARGIN,), scored=True), loss,
-        ("reward_centering",), _bound, statistics=STATISTICS, rate=0.5,
+        Keys(("reward_centering",), _bound), statistics=STATISTICS, rate=0.5,
     )  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def test_a_step_that_runs_out_of_memory_in_its_reference_is_split(job) -> None:
 def test_each_loss_is_bound_to_the_numbers_of_its_config() -> None:
     section = PreferenceSection(beta=0.3, label_smoothing=0.2)
     for name, loss in (("dpo", preference._dpo), ("robust_dpo", preference._robust)):
-        found, _, _, numbers = preference.FAMILY[name].bind(section).loss.args
+        found, _, _, numbers = preference.FAMILY[name].bound(section).loss.args
         assert (found, numbers.beta, numbers.label_smoothing) == (loss, 0.3, 0.2)
 
 
