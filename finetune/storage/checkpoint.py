@@ -74,7 +74,12 @@ def write(run: RunDirectory, contents: Contents) -> Path:
         with staged(target) as folder:
             files = {}
             for name, tensors in contents.tensors.items():
-                files[name] = _write(folder / name, _safetensors(tensors))
+                # Buffers that share memory with the tensors: two copies may not fit in memory. The library copies, and
+                # holds the GIL meanwhile (safetensors 0.8, `serialize`). Each is aligned to its item size.
+                held = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+                layout = weight_files.FileLayout({name: (tensor.dtype, tensor.shape) for name, tensor in held})
+                buffers = (memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for _, tensor in held)
+                files[name] = _write(folder / name, [layout.header, *buffers])
             for name, value in contents.values.items():
                 # In the order given: of an adapter's `rank_pattern`, PEFT takes the first that matches.
                 files[name] = _write(folder / name, [json.dumps(value, indent=1).encode()])
@@ -88,16 +93,6 @@ def write(run: RunDirectory, contents: Contents) -> Path:
             "`output.dir` to another disk, and run the same command again"
         ) from None
     return target
-
-
-def _safetensors(tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
-    """A safetensors file as a list of buffers that share memory with the tensors: two copies may not fit in memory.
-
-    The library copies, and holds the GIL meanwhile (safetensors 0.8, `serialize`).
-    """
-    held = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # each aligned to its item size
-    layout = weight_files.FileLayout({name: (tensor.dtype, tensor.shape) for name, tensor in held})
-    return [layout.header, *(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for _, tensor in held)]
 
 
 def _write(file: Path, pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:

@@ -52,10 +52,12 @@ def test_tensors_round_trip_and_the_size_is_predicted(run: RunDirectory) -> None
 
 def test_tensors_in_a_file_are_aligned_to_eight_bytes(run: RunDirectory) -> None:
     """Readers may map files. Longer and longer tensor names give the header every remainder modulo eight."""
-    for length in range(8):
-        file = checkpoint._safetensors({"n" * (1 + length): torch.ones(2)})[0]
-        assert len(file) % 8 == 0
-        assert struct.unpack("<Q", file[:8]) == (len(file) - 8,)
+    for step in range(1, 9):
+        folder = checkpoint.write(run, Contents(step, {"a.safetensors": {"n" * step: torch.ones(2)}}, {}, {}))
+        file = (folder / "a.safetensors").read_bytes()
+        header, tensor_bytes = struct.unpack("<Q", file[:8])[0], 2 * 4
+        assert (8 + header) % 8 == 0
+        assert len(file) == 8 + header + tensor_bytes
 
 
 def test_every_file_is_fsynced_before_the_manifest_is_written(
