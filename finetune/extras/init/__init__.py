@@ -7,8 +7,4 @@ from finetune import tables
 
 def register() -> None:
     """Add the command `init`."""
-    tables.extend("finetune.cli", _add_command)
-
-
-def _add_command() -> None:
-    from finetune.extras.init import command  # noqa: F401  (which is one by its decorator)
+    tables.extend("finetune.cli", "finetune.extras.init.command")

@@ -7,8 +7,4 @@ from finetune import tables
 
 def register() -> None:
     """Add the command `launch`."""
-    tables.extend("finetune.cli", _add_command)
-
-
-def _add_command() -> None:
-    from finetune.extras.launch import command  # noqa: F401  (which is one by its decorator)
+    tables.extend("finetune.cli", "finetune.extras.launch.command")

@@ -12,13 +12,9 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """Add the command `report`, the page's template, and the page to the reports of a run."""
-    tables.extend("finetune.cli", _add_command)
+    tables.extend("finetune.cli", "finetune.extras.pages.command")
     tables.extend("finetune.report.view", _add_templates)
     tables.extend("finetune.report.reports", _add_report)
-
-
-def _add_command() -> None:
-    from finetune.extras.pages import command  # noqa: F401  (which is one by its decorator)
 
 
 def _add_templates() -> None:

@@ -11,12 +11,8 @@ from finetune import tables
 
 def register() -> None:
     """Add the command `sweep`, and the template of its page."""
-    tables.extend("finetune.cli", _add_command)
+    tables.extend("finetune.cli", "finetune.extras.sweeps.command")
     tables.extend("finetune.report.view", _add_templates)
-
-
-def _add_command() -> None:
-    from finetune.extras.sweeps import command  # noqa: F401  (which is one by its decorator)
 
 
 def _add_templates() -> None:
