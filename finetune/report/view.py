@@ -59,7 +59,7 @@ class View:
         if not self.template:
             return None
         plot = base64.b64encode(self.picture()).decode()
-        return fragment(self.template, **self.values(), curves=[], plot=plot)
+        return _environment().get_template(self.template).render(self.values(), curves=[], plot=plot)
 
 
 class PageView(View):
@@ -91,21 +91,19 @@ def document(title: str, template: str, curves: list[dict[str, Any]], **values: 
     """A self-contained HTML document from a template, with a title; `curves` are the charts that it draws."""
     library = f"/*\n{_read('uplot/LICENSE')}*/\n{_read('uplot/uPlot.iife.min.js')}"
     script = library + _read("templates/charts.js") if curves else ""
-    return fragment(
-        "page.html.j2",
-        title=title,
-        content=template,
-        curves=curves,
-        script=script,
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        chart_style=_read("uplot/uPlot.min.css") if curves else "",
-        **values,
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            title=title,
+            content=template,
+            curves=curves,
+            script=script,
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            chart_style=_read("uplot/uPlot.min.css") if curves else "",
+            **values,
+        )
     )
-
-
-def fragment(template: str, **values: Any) -> str:
-    """The HTML of a template alone, for notebooks."""
-    return _environment().get_template(template).render(values)
 
 
 @cache
