@@ -22,8 +22,25 @@ from finetune.training.probe_table import Subject
 def complete(job: TrainingJob) -> TrainingJob:
     """Complete a job's model; the job with the kernels that it rules out. Raises ConfigError or MachineError."""
     config, model, device, note = job.config, job.model, job.process.device, job.outlets.listener.note
+    fused, off_before = config.fused, sorted(job.kernels_off)
     with autocast(config.training.precision, device), libraries.without_cudnn_attention():
-        attached, off = _fuse(job)
+        # Fuse what kernels can compute, and take out those that do not compute what this model does.
+        triton = device.type != "cuda" or libraries.triton_obstacle() is None
+        if off_before and fused == "on":
+            names = ", ".join(f"`{name}`" for name in off_before)
+            raise ConfigError(
+                f"`kernels.fused: on`: {names} ended an earlier process on such a device, or did not hold in an "
+                "earlier start of this run; set `auto` or `off`"
+            )
+        attached = kernels.attach(model, fused, triton=triton, without=off_before)
+        fusing = attached.fusing
+        unlike = [failure.line for failure in probe_table.run("fused", Subject(config, model, attached))]
+        off = fusing - attached.fusing
+        if fused == "on" and (unlike or not any(attached.replaced.values())):
+            raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
+        fused_now = ", ".join(f"{len(modules)} {name}" for name, modules in attached.replaced.items() if modules)
+        for line in (*([f"kernels: fused {fused_now}"] if fused_now else []), *attached.lines, *unlike):
+            note(line)
         probe_table.run("built", Subject(config, model, media=job.data.media))
 
         if config.kernels.compile == "layers":
@@ -36,7 +53,7 @@ def complete(job: TrainingJob) -> TrainingJob:
         if unbalanced := log_probs.attach(model):
             note(unbalanced)
         for failure in probe_table.run("scoring", Subject(config, model, off=job.kernels_off)):
-            if config.fused == "on":
+            if fused == "on":
                 raise ConfigError(f"`kernels.fused: on`: {failure.line}; set `auto` or `off`")
             note(failure.line)
             off.add(failure.off)
@@ -58,25 +75,3 @@ def in_training(job: TrainingJob) -> Iterator[None]:
             probe_table.run("split", Subject(config, job.model, group=group))
         with context.split(job.model, group):
             yield
-
-
-def _fuse(job: TrainingJob) -> tuple[kernels.Attached, set[str]]:
-    """Fuse what kernels can compute; also returns the kernels that do not compute what this model does."""
-    fused = job.config.fused
-    triton = job.process.device.type != "cuda" or libraries.triton_obstacle() is None
-    off = sorted(job.kernels_off)
-    if off and fused == "on":
-        names = ", ".join(f"`{name}`" for name in off)
-        raise ConfigError(
-            f"`kernels.fused: on`: {names} ended an earlier process on such a device, or did not hold in an earlier "
-            "start of this run; set `auto` or `off`"
-        )
-    attached = kernels.attach(job.model, fused, triton=triton, without=off)
-    fusing = attached.fusing
-    unlike = [failure.line for failure in probe_table.run("fused", Subject(job.config, job.model, attached))]
-    if fused == "on" and (unlike or not any(attached.replaced.values())):
-        raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
-    fused_now = ", ".join(f"{len(modules)} {name}" for name, modules in attached.replaced.items() if modules)
-    for line in (*([f"kernels: fused {fused_now}"] if fused_now else []), *attached.lines, *unlike):
-        job.outlets.listener.note(line)
-    return attached, fusing - attached.fusing
