@@ -78,8 +78,8 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
         {
             "finetune.data.batching": "RowOrder.__iter__ MicroBatching.of MicroBatching.capacity micro_batches",
             "finetune.data.encoded": "lengths_of segments_of",
-            "finetune.training.collator": "MicroBatches.__call__ MicroBatches.micro_batch halved first_row _rows "
-            "_packed_rows",
+            "finetune.training.collator": "MicroBatches.__call__ MicroBatches.micro_batch halved first_row "
+            "_sequences",
             "finetune.training.oom_retry": "Limit.parts Limit.lower Retry.forward_backward Retry.update "
             "StepStart.restore UpdateStart.undo",
             "finetune.training.eval_loss": "summed_loss _sums EvalLoss.value EvalLoss.sums",

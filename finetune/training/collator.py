@@ -226,22 +226,23 @@ def first_row(inputs: Inputs) -> list[list[int]]:
 
 
 def _some(inputs: Inputs, first: int, end: int) -> Inputs:
+    """Rows `first` to `end` of a micro-batch, padded to the longest of them."""
     own = {name: value for name, value in inputs.items() if name in MODEL_INPUTS or name in TEACHER}
-    some = _packed_rows if "cu_seq_lens_q" in inputs else _rows
     if "row" not in inputs:
-        return some(own, first, end) | ({MEDIA: inputs[MEDIA][first:end]} if MEDIA in inputs else {})
+        return _sequences(own, first, end) | ({MEDIA: inputs[MEDIA][first:end]} if MEDIA in inputs else {})
     start, stop = torch.searchsorted(inputs["row"], torch.tensor([first, end])).tolist()
     left = {name: value for name, value in inputs.items() if name not in own and name != "row"}
-    values = {name: some(value, first, end) if name == MISMATCHED else value[first:end] for name, value in left.items()}
-    return {**some(own, start, stop), "row": inputs["row"][start:stop] - first, **values}
+    values = {
+        name: _sequences(value, first, end) if name == MISMATCHED else value[first:end] for name, value in left.items()
+    }
+    return {**_sequences(own, start, stop), "row": inputs["row"][start:stop] - first, **values}
 
 
-def _rows(inputs: Inputs, first: int, end: int) -> Inputs:
-    tokens = int(inputs["attention_mask"][first:end].sum(dim=1).max())
-    return {name: tensor[first:end, :tokens] for name, tensor in inputs.items()}
-
-
-def _packed_rows(inputs: Inputs, first: int, end: int) -> Inputs:
+def _sequences(inputs: Inputs, first: int, end: int) -> Inputs:
+    """Sequences `first` to `end` of a micro-batch, padded to the longest of them, or packed."""
+    if "cu_seq_lens_q" not in inputs:
+        longest = int(inputs["attention_mask"][first:end].sum(dim=1).max())
+        return {name: tensor[first:end, :longest] for name, tensor in inputs.items()}
     starts = inputs["cu_seq_lens_q"][first : end + 1]
     tokens = slice(int(starts[0]), int(starts[-1]))
     lengths = starts.diff()
