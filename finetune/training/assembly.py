@@ -24,7 +24,7 @@ from finetune.training.guards import Falls
 from finetune.training.job import TrainingJob
 from finetune.training.loop import Intervals, Loop
 from finetune.training.noise import Noise
-from finetune.training.oom_report import OutOfMemoryReport
+from finetune.training.oom_report import InEvaluation, OutOfMemoryReport
 from finetune.training.oom_retry import Retry
 from finetune.training.probe_table import Subject
 from finetune.training.progress import Progress, read_progress
@@ -53,7 +53,7 @@ def assemble(job: TrainingJob, steps: StepSource | None = None) -> Loop:
     report = OutOfMemoryReport(config, run, job.outlets.listener, progress, checkpoints, job.data, job.process.device)
     evaluation = None
     if job.data.eval is not None:
-        evaluation = EvalLoss(step, job.data.eval, collate, training.batch_size, report.of_evaluation)
+        evaluation = EvalLoss(step, job.data.eval, collate, training.batch_size, InEvaluation(report))
     return Loop(
         step=step,
         schedule=schedule,

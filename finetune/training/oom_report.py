@@ -17,7 +17,6 @@ from finetune.storage.rundir import RunDirectory
 from finetune.training import oom_retry
 from finetune.training.checkpoints import Checkpoints
 from finetune.training.collator import Inputs, row_count, tokens_a_row
-from finetune.training.eval_loss import EvaluationReport
 from finetune.training.progress import Progress
 from finetune.training.recorder import Listener
 
@@ -111,14 +110,11 @@ class OutOfMemoryReport:
         else:
             error.add_note(f"Step {step} was saved.")
 
-    @property
-    def of_evaluation(self) -> EvaluationReport:
-        """The same in an evaluation during training."""
-        return _InEvaluation(self)
-
 
 @dataclass
-class _InEvaluation:
+class InEvaluation:
+    """The reports of an evaluation during training, as `eval_loss.EvaluationReport` describes them."""
+
     report: OutOfMemoryReport
 
     def split(self, inputs: Inputs) -> None:

@@ -111,7 +111,11 @@ def _groups(
 
 
 def _set_bits(optimizer: Any, model: Any, trained: list[tuple[str, Any]], bits: int) -> None:
-    """Have a bitsandbytes optimizer with 8-bit states keep those of embeddings in 32 bit (arXiv 2110.02861, 2.3)."""
+    """Have a bitsandbytes optimizer with 8-bit states keep those of embeddings in 32 bit (arXiv 2110.02861, 2.3).
+
+    A shard has 8-bit states if the whole weight would. Raises ConfigError if a shard would begin within a block, whose
+    scale would then differ.
+    """
     import bitsandbytes
     import torch
 
@@ -121,39 +125,31 @@ def _set_bits(optimizer: Any, model: Any, trained: list[tuple[str, Any]], bits: 
     # index would inherit them, and this model's embeddings would never be freed. So they are cleared here.
     exceptions = bitsandbytes.optim.GlobalOptimManager.get_instance()
     exceptions.initialize()
-    if bits == 8:
-        for module in model.modules():
-            if isinstance(module, torch.nn.Embedding):
-                exceptions.register_module_override(module, "weight", {"optim_bits": 32})
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)] if bits == 8 else []
+    for module in embeddings:
+        exceptions.register_module_override(module, "weight", {"optim_bits": 32})
     optimizer.check_overrides()
     exceptions.module_weight_config_triple.clear()
-    if bits == 8:
-        for name, weight in trained:
-            if (whole := sharding.whole_of(weight)) is not weight:
-                exceptions.override_config(weight, key_value_dict=_bits(name, whole, model))
+    if bits != 8:
+        return
 
-
-def _bits(name: str, weight: Any, model: Any) -> dict[str, int]:
-    """bitsandbytes' settings for a shard of `weight`: its states have 8 bits if those of the whole had.
-
-    Raises ConfigError if a shard would begin within a block, whose scale would then differ.
-    """
-    import torch
-
-    from finetune.model.distributed.sharding import shards_of
-
-    embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    if weight.numel() < _LEAST_8_BIT or weight in embeddings:
-        return {"optim_bits": 32}
-    shards = shards_of(weight)
-    assert shards
-    if shards.each < shards.rows and shards.each * (weight.numel() // shards.rows) % BLOCK:
-        raise ConfigError(
-            f"`optimizer.kind`: {shards.mesh.size()} ranks would cut `{name}`, {tuple(weight.shape)}, within blocks of "
-            f"{BLOCK} numbers, whose 8-bit states share a scale; choose an optimizer with 32-bit states, or start "
-            "another number of ranks"
-        )
-    return {"min_8bit_size": 0}
+    in_32_bit = {module.weight for module in embeddings}
+    for name, weight in trained:
+        whole = sharding.whole_of(weight)
+        if whole is weight:
+            continue
+        if whole.numel() < _LEAST_8_BIT or whole in in_32_bit:
+            exceptions.override_config(weight, key_value_dict={"optim_bits": 32})
+            continue
+        shards = sharding.shards_of(whole)
+        assert shards
+        if shards.each < shards.rows and shards.each * (whole.numel() // shards.rows) % BLOCK:
+            raise ConfigError(
+                f"`optimizer.kind`: {shards.mesh.size()} ranks would cut `{name}`, {tuple(whole.shape)}, within blocks "
+                f"of {BLOCK} numbers, whose 8-bit states share a scale; choose an optimizer with 32-bit states, or "
+                "start another number of ranks"
+            )
+        exceptions.override_config(weight, key_value_dict={"min_8bit_size": 0})
 
 
 def _betas(section: OptimizerSection) -> dict[str, Any]:

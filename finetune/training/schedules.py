@@ -44,17 +44,15 @@ def _linear(since: int, steps: int, warmup: int) -> float:
     return 1 - since / steps
 
 
-def _inverse_sqrt(since: int, steps: int, warmup: int) -> float:
-    scale = warmup or 10_000
-    return 1 / math.sqrt(1 + since / scale)
-
-
 SCHEDULES: dict[str, Schedule] = {
     "cosine": Schedule("half a cosine down to 0", _cosine),
     "cosine_to_tenth": Schedule("half a cosine down to a tenth", _cosine, end_share=0.1),
     "linear": Schedule("straight down to 0", _linear),
     "constant": Schedule("level after warm-up", lambda since, steps, warmup: 1.0),
-    "inverse_sqrt": Schedule("with one over the square root of the step", _inverse_sqrt),
+    "inverse_sqrt": Schedule(
+        "with one over the square root of the step",
+        lambda since, steps, warmup: 1 / math.sqrt(1 + since / (warmup or 10_000)),
+    ),
     "polynomial": Schedule("straight down to 1e-7", _linear, end=1e-7),
 }
 

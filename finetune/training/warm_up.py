@@ -86,8 +86,11 @@ class _BeforeWarmUp:
         copies: dict[int, Any] = {}  # bitsandbytes' quantization map is one tensor, which all weights share
         for state in self._optimizer.state.values():
             for value in state.values():
-                if id(value) not in copies:
-                    copies[id(value)] = _copy(value)
+                if id(value) in copies:
+                    continue
+                copies[id(value)] = value
+                if isinstance(value, torch.Tensor):  # all zero, as most are before the first step, needs no copy
+                    copies[id(value)] = value.detach().to("cpu", copy=True) if value.any() else None
         self.size_bytes = sum(copy.nbytes for copy in copies.values() if isinstance(copy, torch.Tensor))
         self._states = {
             weight: {name: (value, copies[id(value)]) for name, value in state.items()}
@@ -113,10 +116,3 @@ class _BeforeWarmUp:
                 states[weight][name] = value
         self._start.restore()
         self._model.train(self._was_training)
-
-
-def _copy(value: Any) -> Any:
-    """A copy in host memory, or None for an all-zero tensor, as most states are before the first step."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().to("cpu", copy=True) if value.any() else None
