@@ -11,7 +11,6 @@ Every candidate gets a full forecast; the search only decides which candidates t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,8 +101,10 @@ class _Search:
         any recomputation is a smaller micro-batch faster than that.
         """
         fitting: list[_Candidate] = []
+        fastest, tile = "none" if self.checkpointing is None else self.checkpointing, self.config.memory.loss_tokens
         for rows in self._worth_trying(offload):
-            if fitting and self._bound(rows, offload) >= min(map(_seconds, fitting)):
+            # No setting with these rows is faster than with nothing recomputed.
+            if fitting and _seconds(self._try(rows, fastest, offload, tile)) >= min(map(_seconds, fitting)):
                 break
             if candidate := self._with_rows(rows, offload):
                 fitting.append(candidate)
@@ -126,17 +127,12 @@ class _Search:
 
     # -- one micro-batch -------------------------------------------------------------------------------------------
 
-    def _bound(self, rows: int, offload: str) -> float:
-        """A lower bound of the seconds of any setting with this micro-batch."""
-        recomputed = "none" if self.checkpointing is None else self.checkpointing
-        return self._try(rows, recomputed, offload, self.config.memory.loss_tokens)[1].seconds
-
     def _with_rows(self, rows: int, offload: str) -> _Candidate | None:
         """The fastest that fits with this micro-batch; a smaller tile of logits only where less is recomputed then."""
         tile, small = self.config.memory.loss_tokens, min(_SMALL_TILE, self.config.memory.loss_tokens)
         if self.checkpointing is not None:
             tried = [self._try(rows, self.checkpointing, offload, tokens) for tokens in dict.fromkeys((tile, small))]
-            return next((each for each in tried if self._fits(each[1])), None)
+            return next((each for each in tried if _room(each[1], self.spare) >= 0), None)
         best = self._least_recomputed(rows, offload, tile)
         loss = (best or self._try(rows, "all", offload, tile))[1].categories["loss"]
         if small == tile or not loss or (best and best[0].memory.checkpointing == "none"):
@@ -153,10 +149,15 @@ class _Search:
 
         def fits(recomputed: Any) -> bool:
             # If nothing is recomputed, there are no inputs to offload: not a setting to choose.
-            return (offload, recomputed) != ("checkpoints", "none") and self._fits(tried(recomputed)[1])
+            return (offload, recomputed) != ("checkpoints", "none") and _room(tried(recomputed)[1], self.spare) >= 0
 
         def guess(low: int, high: int) -> int:
-            return self._guess(tried(steps[low])[1], tried(steps[high])[1], low, high)
+            """The first step between two that meets the budget, if all are apart as on the ladder; else `high`."""
+            above, below = tried(steps[low])[1], tried(steps[high])[1]
+            budget = (1 - self.spare) * below.budget_bytes
+            share = (above.needed_bytes - budget) / max(1, above.needed_bytes - below.needed_bytes)
+            needed = self.ladder[low][1] + share * (self.ladder[high][1] - self.ladder[low][1])
+            return next((step for step in range(low + 1, high) if self.ladder[step][1] <= needed), high)
 
         if than is None:
             if not self.known and fits("none"):  # one forecast is enough for a small job
@@ -183,16 +184,6 @@ class _Search:
             needed += [needed[-1] + each * number for number in range(1, self.layers + 1)]
         return list(zip(ladder(levels, self.layers), needed, strict=True))
 
-    def _guess(self, above: Forecast, below: Forecast, low: int, high: int) -> int:
-        """The first step between two that meets the budget, if all are apart as on the ladder; else `high`."""
-        budget = (1 - self.spare) * below.budget_bytes
-        share = (above.needed_bytes - budget) / max(1, above.needed_bytes - below.needed_bytes)
-        needed = self.ladder[low][1] + share * (self.ladder[high][1] - self.ladder[low][1])
-        return next((step for step in range(low + 1, high) if self.ladder[step][1] <= needed), high)
-
-    def _fits(self, forecast: Forecast) -> bool:
-        return _room(forecast, self.spare) >= 0
-
     def _try(self, rows: int, recomputed: Any, offload: str, tile: int) -> _Candidate:
         key = (rows, str(recomputed), offload, tile)
         if key not in self.known:
@@ -203,18 +194,15 @@ class _Search:
     # -- what is said of it ----------------------------------------------------------------------------------------
 
     def fitted(self, config: Config, chosen: Forecast) -> Fitted:
-        everything = functools.partial(self._everything, config)
-        levels = tuple(step for step, _ in self.ladder if isinstance(step, str))
-        return Fitted(config, chosen, self._reasons(config, chosen), len(self.known), everything, levels)
+        """The chosen setting, with a reason for each value that was chosen."""
 
-    def _everything(self, config: Config) -> Forecast:
-        """The fastest that fits with everything recomputed, of all that were tried; else the chosen rows so."""
-        whole = [one for one in self.known.values() if one[1].fits and one[0].memory.checkpointing == "all"]
-        if whole:
-            return min(whole, key=_seconds)[1]
-        return self._try(config.training.rows, "all", config.memory.offload, config.memory.loss_tokens)[1]
+        def everything() -> Forecast:
+            """The fastest that fits with everything recomputed, of all that were tried; else the chosen rows so."""
+            whole = [one for one in self.known.values() if one[1].fits and one[0].memory.checkpointing == "all"]
+            if whole:
+                return min(whole, key=_seconds)[1]
+            return self._try(config.training.rows, "all", config.memory.offload, config.memory.loss_tokens)[1]
 
-    def _reasons(self, config: Config, chosen: Forecast) -> dict[str, str]:
         rows, recomputed = config.training.rows, config.memory.checkpointing
         accumulation = config.training.batch_size // rows
         room = (chosen.budget_bytes - chosen.needed_bytes) / 2**30
@@ -230,7 +218,8 @@ class _Search:
             reasons[_OFFLOAD] = "nothing fits with the layers' inputs on the device"
         if config.memory.loss_tokens != self.config.memory.loss_tokens:
             reasons[_TILE] = "fewer logits at a time, so that less must be recomputed"
-        return reasons
+        levels = tuple(step for step, _ in self.ladder if isinstance(step, str))
+        return Fitted(config, chosen, reasons, len(self.known), everything, levels)
 
     def nothing_fits(self) -> NothingFits:
         config, least = min(self.known.values(), key=lambda tried: tried[1].needed_bytes)

@@ -145,7 +145,10 @@ class Planner(Forecaster):
         passes of a layer, so that all must recompute alike; compiled layers would be compiled for each level.
         """
         config = fitted.config
-        levels = _less_recomputed(fitted, self.architecture.get_text_config().num_hidden_layers)
+        chosen, layers = config.memory.checkpointing, self.architecture.get_text_config().num_hidden_layers
+        # The levels worth their bytes that recompute less than some layer of `fitted` does.
+        least = min(map(LEVELS.index, checkpointing.pattern(chosen, layers)))
+        levels = [level for level in fitted.levels if LEVELS.index(level) <= least and level != chosen]
         way, shares = micro_batching(config, self.architecture), config.distributed
         in_parts = strategies.holds_parts(shares, self.gpus)
         plain = config.kernels.compile == config.memory.offload == "none"
@@ -204,14 +207,6 @@ class Planner(Forecaster):
             rank=getattr(self.architecture.get_text_config(), "hidden_size", _MOST),  # the smaller side of most layers
         )
         return replace(limits, length=min(limits.length, positions))
-
-
-def _less_recomputed(fitted: Fitted, layers: int) -> list[str]:
-    """The levels worth their bytes that recompute less than some layer of `fitted` does."""
-    least = min(LEVELS.index(level) for level in checkpointing.pattern(fitted.config.memory.checkpointing, layers))
-    return [
-        level for level in fitted.levels if LEVELS.index(level) <= least and level != fitted.config.memory.checkpointing
-    ]
 
 
 def check_traceable(config: Config, architecture: Any, device: torch.device) -> None:
