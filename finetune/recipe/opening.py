@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,6 @@ from finetune.storage.checkpoint import set_aside
 from finetune.storage.files import write_json, write_lines
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 
-Note = Callable[[str], None]
 _NAMED_IMAGES = 20
 
 
@@ -50,9 +48,17 @@ def open_run(job: Job, inputs: JobInputs, session: Session) -> Opened:
         lock.take()
         start = resume.find(run)
         provenance.changes_since(run, start.checkpoint, _provenance(job, inputs))  # refuses what may not change
+        world_size, learns = ranks.world_size(), inputs.data.kind
         # A reopened run says so before its new config is saved: a finished run with a config that asks for more steps
         # would otherwise be taken for finished with all of them.
-        _reopen(run, start, inputs, note)
+        if start.checkpoint:
+            for damaged, problems in start.damaged.items():
+                aside = set_aside(damaged)
+                run.event("checkpoint_damaged", step=checkpoint_step(damaged), moved_to=aside.name, problems=problems)
+                note(f"{damaged.name} cannot be used ({'; '.join(problems)}) and was renamed to {aside.name}")
+            name, why = start.checkpoint.name, "newest complete" if start.damaged else "last"
+            run.event("resumed", step=start.step, checkpoint=name, learns=learns, world_size=world_size)
+            note(f"resuming from {start.checkpoint}, the {why} checkpoint")
         write_plan(job, run)
         run.remove_leftovers()
         write_json(run.environment_file, {"seed": config.training.seed, **inputs.environment})
@@ -62,7 +68,6 @@ def open_run(job: Job, inputs: JobInputs, session: Session) -> Opened:
         if not start.checkpoint:
             run.answers_file.unlink(missing_ok=True)
             start_from = {"start_from": inputs.started_from} if inputs.started_from else {}
-            learns, world_size = inputs.data.kind, ranks.world_size()
             run.event("started", seed=config.training.seed, learns=learns, world_size=world_size, **start_from)
         return start
 
@@ -96,27 +101,6 @@ def record_end(job: Job, session: Session, peaks: dict[str, Peak], **facts: Any)
         terminal.compared(job.forecast.differences(peaks), job.forecast.needed_bytes, peaks)
 
 
-def _images_named(rows: Any, numbers: list[int]) -> list[str]:
-    """The paths of a split's images, numbered in the order of its rows; of one given as bytes, its row."""
-    shown = ((row["place"], image["path"]) for row in rows.select_columns(["place", MEDIA]) for image in row[MEDIA])
-    wanted = {*numbers}
-    return [path or f"an image of {place}" for number, (place, path) in enumerate(shown) if number in wanted]
-
-
-def _reopen(run: RunDirectory, start: Start, inputs: JobInputs, note: Note) -> None:
-    """Record where the run resumes, if it does, after checkpoints that cannot be used are set aside."""
-    if not start.checkpoint:
-        return
-    for damaged, problems in start.damaged.items():
-        aside = set_aside(damaged)
-        run.event("checkpoint_damaged", step=checkpoint_step(damaged), moved_to=aside.name, problems=problems)
-        note(f"{damaged.name} cannot be used ({'; '.join(problems)}) and was renamed to {aside.name}")
-    learns, world_size = inputs.data.kind, ranks.world_size()
-    run.event("resumed", step=start.step, checkpoint=start.checkpoint.name, learns=learns, world_size=world_size)
-    why = "the newest complete checkpoint" if start.damaged else "the last checkpoint"
-    note(f"resuming from {start.checkpoint}, {why}")
-
-
 def confirm_base(job: Job, opened: Opened, inputs: JobInputs, model: Any) -> dict[str, Any]:
     """The provenance with the base, whose files are only certain to be local once it is loaded as `model`.
 
@@ -129,40 +113,43 @@ def confirm_base(job: Job, opened: Opened, inputs: JobInputs, model: Any) -> dic
     base = identity.confirmed(config.model, inputs.provenance["base"], job.say)
     whole = {**_provenance(job, inputs), "base": base}
     provenance.refuse_other_ranks(whole)
-    ranks.main_does(lambda: _log_changes(job, opened, whole, inputs.data))
-    ranks.main_does(lambda: _log_packed(job, opened.run, model))
+
+    def by_main() -> None:
+        if changes := provenance.changes_since(opened.run, opened.start.checkpoint, whole):
+            _log_changes(job, opened.run, changes, inputs.data)
+        sha256, before = packed.digest(model), opened.run.packed_base
+        if sha256 is not None and sha256 != before:
+            opened.run.event("base_packed", kind=config.quantization.kind, sha256=sha256)
+            if before:
+                job.say(
+                    f"{config.model.name} has other bytes in {config.quantization.kind} than when the run was started, "
+                    "as another device or version may round them; the adapter goes on with these"
+                )
+
+    ranks.main_does(by_main)
     return whole
-
-
-def _log_packed(job: Job, run: RunDirectory, model: Any) -> None:
-    config = job.config
-    now, before = packed.digest(model), run.packed_base
-    if now is None or now == before:
-        return
-    run.event("base_packed", kind=config.quantization.kind, sha256=now)
-    if before:
-        job.say(
-            f"{config.model.name} has other bytes in {config.quantization.kind} than when the run was started, as "
-            "another device or version may round them; the adapter goes on with these"
-        )
 
 
 def _provenance(job: Job, inputs: JobInputs) -> dict[str, Any]:
     return {**inputs.provenance, "config": job.config.model_dump(mode="json")}
 
 
-def _log_changes(job: Job, opened: Opened, now: dict[str, Any], data: Prepared) -> None:
-    run = opened.run
-    if changes := provenance.changes_since(run, opened.start.checkpoint, now):
-        if replaced := changes.pop("images", None):
-            splits = {"train": data.train, "eval": data.eval}
-            names = [*{name: "" for split in replaced for name in _images_named(splits[split], replaced[split])}]
-            changes["images"], more = names[:_NAMED_IMAGES], len(names) - _NAMED_IMAGES
-            shown = ", ".join(changes["images"]) + (f" and {more} more" if more > 0 else "")
-            job.say(f"these images were replaced since the checkpoint, and the run goes on with the new ones: {shown}")
-        run.event("changed", **changes)
-        if "base" in changes:
-            job.say(
-                "the checkpoint was saved by an earlier version, which identified a base by samples, so whether "
-                f"{job.config.model.name} is still the same is unknown"
-            )
+def _log_changes(job: Job, run: RunDirectory, changes: dict[str, Any], data: Prepared) -> None:
+    """Record harmless changes since the checkpoint, with replaced images by path; one given as bytes by its row."""
+    if replaced := changes.pop("images", None):
+        names: dict[str, None] = {}  # each once, in the order of the rows, by which images are numbered
+        for split, numbers in replaced.items():
+            rows: Any = data.train if split == "train" else data.eval
+            named = rows.select_columns(["place", MEDIA])
+            shown = ((row["place"], image["path"]) for row in named for image in row[MEDIA])
+            wanted = {*numbers}
+            names |= {path or f"an image of {place}": None for at, (place, path) in enumerate(shown) if at in wanted}
+        changes["images"], more = [*names][:_NAMED_IMAGES], len(names) - _NAMED_IMAGES
+        listed = ", ".join(changes["images"]) + (f" and {more} more" if more > 0 else "")
+        job.say(f"these images were replaced since the checkpoint, and the run goes on with the new ones: {listed}")
+    run.event("changed", **changes)
+    if "base" in changes:
+        job.say(
+            "the checkpoint was saved by an earlier version, which identified a base by samples, so whether "
+            f"{job.config.model.name} is still the same is unknown"
+        )
