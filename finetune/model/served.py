@@ -20,8 +20,6 @@ _COARSE_BITS = 5
 """Bits of forms of which a small update is partly lost. Of one of a tenth of a 4-bit step of normally distributed
 weights, rounding from one such form to another kept 34 to 106%, from 16 bit, Q8_0 or FP8 to any 96 to 102%, and from a
 form to the same 1 to 17% in 4 bit, 60% in Q5_K, 81% in FP8 and all in Q8_0."""
-_THE_FILE = "set `output.serve: q4_k_m`, which serves the file itself"
-_ORIGINAL = "name its 16-bit original"
 
 
 def consequences(config: Config, architecture: Any) -> tuple[dict[str, Any], str | None]:
@@ -159,8 +157,15 @@ class _ServedBase:
 
     def obstacle(self, way: str) -> Obstacle | None:
         """The first obstacle to a way to serve the model; None if there is none."""
-        obstacles = {"adapter": self._to_adapter, "rounded": self._to_rounding}
-        return next(obstacles[way](), None)
+        if way == "adapter":
+            return next(self._to_adapter(), None)
+        if self._grid != self._main or self._main == "q8_0":
+            return None
+        return Obstacle(
+            f"weights of {self.name} are in {self._grid} already, and rounding them to it again undoes most of a small "
+            "update",
+            ("name its 16-bit original",),
+        )
 
     def refusal(self, found: Obstacle, way: str) -> str:
         """The reason, and every way out."""
@@ -196,7 +201,8 @@ class _ServedBase:
             yield Obstacle(without, (f"set `output.runtime` to one of {serving.with_adapters(self.serve)}",))
         kinds = serving.GGUF if published == "gguf" else (published,)
         if published and serving.kind_of(self.serve) not in kinds:
-            cure = _THE_FILE if published == "gguf" else f"set `output.serve: {published}`"
+            itself = "set `output.serve: q4_k_m`, which serves the file itself"
+            cure = itself if published == "gguf" else f"set `output.serve: {published}`"
             usual = f"{self.name} is published in {prequantized.METHODS[published]}"
             yield Obstacle(f"{usual}, which is not quantized again to {self.serve}", (cure,))
         yield from self._to_packed()
@@ -238,12 +244,4 @@ class _ServedBase:
                 f"files for vLLM have {form.published} of the experts of gpt-oss alone, and training would hold all "
                 "layers in it",
                 (f"name a base that is published in {self.serve}",),
-            )
-
-    def _to_rounding(self) -> Iterator[Obstacle]:
-        if self._grid == self._main != "q8_0":
-            yield Obstacle(
-                f"weights of {self.name} are in {self._grid} already, and rounding them to it again undoes most of a "
-                "small update",
-                (_ORIGINAL,),
             )
