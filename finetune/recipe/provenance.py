@@ -181,7 +181,11 @@ def changes_since(run: RunDirectory, saved: Any, now: dict[str, Any]) -> dict[st
     harmful = _harmful(differences)
     if then["base"] and not identity.comparable(then["base"]):
         harmful.pop("base", None)
-    replaced = _replaced_images(then, now, harmful.pop("data", {}))
+    # The images that are others in each split that has the same rows but for them.
+    before, after = then.get("images", {}), now.get("images", {})
+    both = [split for split in harmful.pop("data", {}) if split in before and split in after]
+    found = {split: fingerprint.changed_images(before[split], after[split]) for split in both}
+    replaced = {split: numbers for split, numbers in found.items() if numbers}
     if others := {key: change for key, change in differences.get("data", {}).items() if key not in replaced}:
         harmful["data"] = others
     images = " (an image may be replaced by another of the same size)" if "images" in now and "images" in then else ""
@@ -192,16 +196,6 @@ def changes_since(run: RunDirectory, saved: Any, now: dict[str, Any]) -> dict[st
     fields: dict[str, Any] = {part: changes[part] for part in ("config", "packages") if part in changes}
     fields |= {part: changes[part][part] for part in ("processes", "base") if part in changes}
     return fields | ({"images": replaced} if replaced else {})
-
-
-def _replaced_images(
-    then: dict[str, Any], now: dict[str, Any], splits: Iterable[str]
-) -> dict[str, list[int]]:  # fmt: skip
-    """Which images are others in each of `splits` that has the same rows but for them."""
-    before, after = then.get("images", {}), now.get("images", {})
-    both = (split for split in splits if split in before and split in after)
-    found = {split: fingerprint.changed_images(before[split], after[split]) for split in both}
-    return {split: numbers for split, numbers in found.items() if numbers}
 
 
 def _known(provenance: dict[str, Any]) -> dict[str, Any]:
