@@ -78,8 +78,22 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
 
     def answers(self, run: RunDirectory) -> None:
         """Log the sample answers of `run`, if any: as a table, as a file, or else as text."""
-        if self._trackers and (rows := run.answers()):
-            self._each(lambda tracker: _log_answers(tracker, rows, run))
+        rows: Sequence[Mapping[str, Any]] = run.answers() if self._trackers else ()
+        if not rows:
+            return
+        columns = ["question", "reference", "before", "after"]
+
+        def log(tracker: Any) -> None:
+            if hasattr(tracker, "log_table"):
+                data = [[row[column] for column in columns] for row in rows]
+                tracker.log_table("answers", columns=columns, data=data)
+            elif hasattr(tracker, "log_artifact"):
+                tracker.log_artifact(str(run.answers_file))
+            else:
+                texts = ["\n\n".join(f"{column}: {row[column]}" for column in columns) for row in rows]
+                tracker.log({f"answers/{number}": text for number, text in enumerate(texts, start=1)})
+
+        self._each(log)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -113,17 +127,6 @@ def _made(name: str, section: TrackingSection, run: RunDirectory) -> GeneralTrac
     else:
         made = tracker(project, **named)
     return made
-
-
-def _log_answers(tracker: Any, rows: Sequence[Mapping[str, Any]], run: RunDirectory) -> None:
-    columns = ["question", "reference", "before", "after"]
-    if hasattr(tracker, "log_table"):
-        tracker.log_table("answers", columns=columns, data=[[row[column] for column in columns] for row in rows])
-    elif hasattr(tracker, "log_artifact"):
-        tracker.log_artifact(str(run.answers_file))
-    else:
-        texts = ["\n\n".join(f"{column}: {row[column]}" for column in columns) for row in rows]
-        tracker.log({f"answers/{number}": text for number, text in enumerate(texts, start=1)})
 
 
 def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
