@@ -683,7 +683,7 @@ def step_settings(setting: Setting) -> list[Any]:
     )  # of which the run takes the largest in its warm-up, whatever the order
     media = TEXT_ALONE
     if setting.images:
-        media = media_of(config, load_tokenizer(config.model), architecture)
+        media = media_of(config.model, config.data, load_tokenizer(config.model), architecture)
     columns: dict[str, Any] = {
         "length": [sum(length for length, _ in row) for row in data],
         "trained": [sum(trained for _, trained in row) for row in data],

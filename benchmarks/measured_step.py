@@ -311,7 +311,7 @@ def train(
         built()
         job = training.TrainingJob(
             config, architecture, whole, tokenizer, data, training.Process(device, monitor, Signals()),
-            training.Outlets(run, _Silent(), Trackers(config.tracking, run, config, print)),
+            training.Outlets(run, _Silent(), Trackers(config.tracking, run, config.model_dump(mode="json"), print)),
             provenance=dict.fromkeys(("base", "data", "packages")),
         )  # fmt: skip
         with (
@@ -394,7 +394,7 @@ def _split(rows: Sequence[Sequence[Row]], vocabulary: int, layout: RowLayout) ->
 
 def _with_images(data: Prepared, config: Config, architecture: Any, images: Shown, folder: Path) -> Prepared:
     """`data`, each of whose rows has the images of its place in the micro-batch, at its start."""
-    seeing = vision.of(config, architecture, load_tokenizer(config.model))
+    seeing = vision.of(config.model, config.data.image_pixels, architecture, load_tokenizer(config.model))
 
     def showing(rows: Any, order: Iterable[int]) -> Any:
         columns = rows.to_dict()

@@ -164,7 +164,9 @@ def inspect_data(config: Config, architecture: Any) -> Inspection:
     An `architecture` that could not be loaded, None, is reported where it is needed: for images.
     """
     tokenizer = load_tokenizer(config.model, config.data)
-    return inspect(config.data, config.training, tokenizer, media_of(config, tokenizer, architecture))
+    return inspect(
+        config.data, config.training, tokenizer, media_of(config.model, config.data, tokenizer, architecture)
+    )
 
 
 def inspect(section: DataSection, training: TrainingSection, tokenizer: Any, media: Media = TEXT_ALONE) -> Inspection:

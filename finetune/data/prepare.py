@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from finetune.config import Config, DataSection, Source, entries, named
+from finetune.config import DataSection, ModelSection, Source, entries, named
 from finetune.config.field_types import GIVEN, unknown
 from finetune.data import chat, formats, in_memory, labelled, sources
 from finetune.data.counts import Counts
@@ -81,17 +81,17 @@ class Prepared:
                 yield {"split": split, **asdict(row)}
 
 
-def media_of(config: Config, tokenizer: Any, architecture: Any = None) -> Media:
+def media_of(model: ModelSection, data: DataSection, tokenizer: Any, architecture: Any = None) -> Media:
     """What rows of a job may show beside their text; the `architecture` is loaded if it is not given.
 
     Raises as `vision.of` does.
     """
-    if config.model.vision == "none":
+    if model.vision == "none":
         return TEXT_ALONE
     from finetune.data import vision  # imports torch, which rows of text do not need
     from finetune.model.base import load_architecture
 
-    return vision.of(config, architecture or load_architecture(config.model), tokenizer)
+    return vision.of(model, data.image_pixels, architecture or load_architecture(model), tokenizer)
 
 
 def prepare(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> Prepared:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from packaging.version import Version
 
-from finetune.config import Config, ModelSection
+from finetune.config import ModelSection
 from finetune.data import images
 from finetune.data.batching import area
 from finetune.data.encoded import MEDIA, MEDIA_SIZES, RowImage
@@ -299,8 +299,8 @@ class Vision(Media):
         return {self.token_types: torch.isin(ids, torch.tensor(self.image_tokens, device=ids.device)).long()}
 
 
-def of(config: Config, architecture: Any, tokenizer: Any) -> Vision:
-    """The vision of a job on rows with images.
+def of(section: ModelSection, pixels: int | None, architecture: Any, tokenizer: Any) -> Vision:
+    """The vision of a base on rows with images of at most `pixels`, where that is given.
 
     Raises ConfigError for a base whose images are not trained on here, and for a bound on pixels that it does not have;
     MachineError for a transformers that is too old.
@@ -312,7 +312,6 @@ def of(config: Config, architecture: Any, tokenizer: Any) -> Vision:
         raise MachineError(
             f"`model.vision`: transformers {__version__} is too old to train on images; install 5.23, or set `none`"
         )
-    section, pixels = config.model, config.data.image_pixels
     family = FAMILIES.get(architecture.model_type, VisionFamily())
     processor = _image_processor(section)
     if pixels and not family.bound:

@@ -82,7 +82,7 @@ def _asking(run: RunDirectory, system: str | None, trust_remote_code: bool) -> t
     config = config_of(run, trust_remote_code=trust_remote_code)
     media = TEXT_ALONE
     if config.model.vision != "none":
-        media = media_of(config, load_tokenizer(config.model, run.data(config.data)))
+        media = media_of(config.model, config.data, load_tokenizer(config.model, run.data(config.data)))
     return lambda text: examples.asked(kind, text, config.data.separator, used), media
 
 

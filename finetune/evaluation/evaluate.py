@@ -89,7 +89,7 @@ def evaluate(
         if proof and "served" in proof
     }
     tokenizer = load_tokenizer(config.model, run.data(config.data))
-    media = prepare.media_of(config, tokenizer)
+    media = prepare.media_of(config.model, config.data, tokenizer)
     with_loss = _has_rows(config.data, tokenizer, media, needed=bool(metrics or data) or not tasks)  # tasks need none
     job = _EvaluationJob(run, config, with_loss=with_loss, media=media)
     settings, rules = Settings(max_new_tokens, batch_size=batch_size), [find(name) for name in metrics]

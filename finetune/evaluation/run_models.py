@@ -142,7 +142,7 @@ def ready(
     kind = examples.learnt(run.events())
     if not kind:
         note_beside_output(f"{run.path} does not record the format of its rows; prompts are sent as conversations")
-    return Ready(config, model, tokenizer, kind or UNRECORDED, system, media_of(config, tokenizer))
+    return Ready(config, model, tokenizer, kind or UNRECORDED, system, media_of(config.model, config.data, tokenizer))
 
 
 @libraries.alone()

@@ -96,7 +96,9 @@ class Conversion(ExportRequest):
         if self.config.model.weights == "random":
             return [torch.zeros(len(row), 1) for row in self.rows]
         architecture, plain = copy.deepcopy(self.architecture), QuantizationSection(kind="none")  # loading changes it
-        implementation = build.attention_of_exports(self.config, architecture, self.device.type)
+        implementation = build.attention_of_exports(
+            self.config.model, architecture, self.device.type, self.config.training.precision
+        )
         base = Blueprint(self.config.model, plain, architecture, implementation, dtype).load(self.device)
         logits = proof.logits(base, self.rows, self.compared.shown)
         del base

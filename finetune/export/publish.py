@@ -103,7 +103,7 @@ def _converted(
     with _out_of_memory_explained(run, format):
         tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
         base_identity = finished_run.base_of(run, config.model, config.adapter, note)
-        media = prepare.media_of(config, tokenizer)
+        media = prepare.media_of(config.model, config.data, tokenizer)
         job = Conversion(
             run=run, config=config, tokenizer=tokenizer, device=device, kind=kind, base_identity=base_identity,
             compared=prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, media),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from finetune.config import Config, ModelSection
+from finetune.config import DataSection, ModelSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.model.build import weightless
 from finetune.model.source.tokenizer import new_rows
@@ -55,17 +55,17 @@ def positions(architecture: Any) -> int | None:
     return count
 
 
-def new_tokens(config: Config, architecture: Any) -> tuple[dict[str, Any], str]:
+def new_tokens(model: ModelSection, data: DataSection, architecture: Any) -> tuple[dict[str, Any], str]:
     """The changes that `data.new_tokens` make: their rows, and a `model.vocabulary` raised if need be; and a note."""
-    rows, size = new_rows(config.model, config.data), vocabulary(architecture)
+    rows, size = new_rows(model, data), vocabulary(architecture)
     if size is None:
-        raise ConfigError(f"`data.new_tokens`: the config of {config.model.name} has no vocabulary size; remove them")
+        raise ConfigError(f"`data.new_tokens`: the config of {model.name} has no vocabulary size; remove them")
     largest = 1 + max(row[0] for row in rows)
     changes: dict[str, Any] = {"adapter.new_rows": rows}
     if largest > size:
         if hasattr(architecture.get_text_config(), "vocab_size_per_layer_input"):  # Gemma 3n and 4
             raise ConfigError(
-                f"`data.new_tokens`: {config.model.name} has a second embedding for each layer, to which no rows can "
+                f"`data.new_tokens`: {model.name} has a second embedding for each layer, to which no rows can "
                 "be added; remove them, or spell them in known tokens"
             )
         changes["model.vocabulary"] = largest
@@ -76,23 +76,23 @@ def new_tokens(config: Config, architecture: Any) -> tuple[dict[str, Any], str]:
     return changes, note
 
 
-def within_positions(config: Config, architecture: Any) -> tuple[dict[str, Any], str | None]:
+def within_positions(model: ModelSection, data: DataSection, architecture: Any) -> tuple[dict[str, Any], str | None]:
     """The change of `data.max_length` to what the base allows, and a one-line note if there is something to say.
 
     A default `data.max_length` is lowered to the base's positions. An explicit one above them raises ConfigError if
     position embeddings are a table, and is kept if positions are computed.
     """
-    name, length = config.model.name, config.data.max_length
+    name, length = model.name, data.max_length
     known = positions(architecture)
     if known is None or length <= known:
         return {}, None
-    if "max_length" not in config.data.model_fields_set:
+    if "max_length" not in data.model_fields_set:
         return {
             "data.max_length": known
         }, f"data.max_length: lowered from {length} to {known}, the positions of `{name}`"
     text = architecture.get_text_config()
     computes_positions = getattr(text, "rope_parameters", None) or getattr(text, "alibi", False)
-    if not computes_positions and table_size(weightless(config.model, architecture)) is not None:
+    if not computes_positions and table_size(weightless(model, architecture)) is not None:
         raise ConfigError(
             f"`data.max_length`: {length} is more than the {known} positions of `{name}`; set it to {known}"
         )

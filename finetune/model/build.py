@@ -110,10 +110,10 @@ def choose_attention(config: Config, architecture: Any, device_type: str) -> tup
     return implementation, reason if name == config.model.attention else "it takes the masks of images"
 
 
-def attention_of_exports(config: Config, architecture: Any, device_type: str) -> str:
+def attention_of_exports(model: ModelSection, architecture: Any, device_type: str, precision: str) -> str:
     """The attention implementation that the models of a merge or an export are compared with."""
-    name = "auto" if config.model.vision == "none" else "sdpa"  # SDPA accepts the masks of images
-    return attentions.choose(name, architecture, device_type, config.training.precision)[0]
+    name = "auto" if model.vision == "none" else "sdpa"  # SDPA accepts the masks of images
+    return attentions.choose(name, architecture, device_type, precision)[0]
 
 
 def weightless(model: ModelSection, architecture: Any = None) -> Any:

@@ -90,7 +90,7 @@ def gather(job: Job, session: Session) -> tuple[Job, JobInputs]:
         build.check_files(config.model, architecture)
     stage(f"reading {named(config.data.train)}")
     with ranks.agreeing():
-        data = _prepared(config.data, session, media_of(config, tokenizer, architecture), tokenizer)
+        data = _prepared(config.data, session, media_of(config.model, config.data, tokenizer, architecture), tokenizer)
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
         contract.check_rows(config.training.objective, data.layout, config.distributed.context)

@@ -118,7 +118,7 @@ def computing(job: Job, own: RunDirectory, session: Session) -> Iterator[tuple[M
     """
     config, device = job.config, session.device
     monitor = Monitor(meter_for(device.type))
-    trackers = Trackers(config.tracking, own, config, session.terminal.note)
+    trackers = Trackers(config.tracking, own, config.model_dump(mode="json"), session.terminal.note)
     exactly = config.training.deterministic and device.type == "cuda"
     with trackers:
         cap(config.memory.limit, device)

@@ -110,7 +110,7 @@ def _free(asked: Config | Job, gpu: str | None, gpus: int) -> Job:
     """A job whose micro-batch and checkpointing are chosen, whatever its config says. Raises as `refuse_guess`."""
     config = asked.config if isinstance(asked, Job) else loaded(asked)
     rows = {} if config.training.micro_batch_tokens else {"training.micro_batch": "auto"}
-    learning_rate.refuse_guess(config)
+    learning_rate.refuse_guess(config.training, config.optimizer)
     free = {**rows, "memory.checkpointing": "auto", "memory.offload": "none"}
     return job_on(asked.changed(free), gpu, gpus)
 

@@ -83,7 +83,7 @@ def length(job: Job) -> Job:
     """Lower `data.max_length` to the positions of the base."""
     if job.architecture is None:
         return job
-    changes, note = bounds.within_positions(job.config, job.architecture)
+    changes, note = bounds.within_positions(job.config.model, job.config.data, job.architecture)
     return job.changed(changes).noting("data.max_length", note)
 
 
@@ -91,7 +91,7 @@ def new_tokens(job: Job) -> Job:
     """Add rows to the vocabulary for `data.new_tokens`."""
     if job.architecture is None or not job.config.data.new_tokens:
         return job
-    changes, note = bounds.new_tokens(job.config, job.architecture)
+    changes, note = bounds.new_tokens(job.config.model, job.config.data, job.architecture)
     job = job.changed(changes).noting("data.new_tokens", note)
     return architecture(job) if job.config.model.vocabulary else job
 
@@ -112,7 +112,7 @@ def precision_of_machine(job: Job) -> Job:
 def learning_rate(job: Job) -> Job:
     """Choose `training.learning_rate: auto` by published sweeps, or say what these have against the job's own."""
     if job.machine.trains:
-        rates.refuse_guess(job.config)
+        rates.refuse_guess(job.config.training, job.config.optimizer)
     if job.architecture is None:
         return job
     job = job.noting("training.learning_rate", rates.evidence(job.config, job.architecture))
@@ -162,7 +162,9 @@ def _at_hand(job: Job) -> Prepared | None:
     except ArtifactError:
         return None  # training reports a tokenizer that cannot be used
     bounds.check_tokenizer(tokenizer, job.architecture, model)
-    rows = prepare.prepare(config.data, tokenizer, prepare.media_of(config, tokenizer, job.architecture))
+    rows = prepare.prepare(
+        config.data, tokenizer, prepare.media_of(config.model, config.data, tokenizer, job.architecture)
+    )
     contract.check_rows(config.training.objective, rows.layout, config.distributed.context)
     return rows
 

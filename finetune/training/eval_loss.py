@@ -254,7 +254,9 @@ def _watched(
     """The sum and count of `loss` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
     precision = config.training.precision
     log_probs.attach(model)
-    collate = MicroBatches(way, tokenizer.pad_token_id, media=media_of(config, tokenizer, model.config))
+    collate = MicroBatches(
+        way, tokenizer.pad_token_id, media=media_of(config.model, config.data, tokenizer, model.config)
+    )
     by_row: list[torch.Tensor] = []
     watching = model.register_forward_hook(
         lambda model, _, batch, outputs: by_row.append(read(batch, outputs)), with_kwargs=True

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from finetune.config import Config
+from finetune.config import Config, OptimizerSection, TrainingSection
 from finetune.data.counts import Counts
 from finetune.errors import ConfigError
 from finetune.model.structure import experts
@@ -73,10 +73,10 @@ def evidence(config: Config, architecture: Any) -> str | None:
     return "\n".join(f"{note} (docs/choosing.md)" for note in notes) or None
 
 
-def refuse_guess(config: Config) -> None:
+def refuse_guess(training: TrainingSection, optimizer: OptimizerSection) -> None:
     """Raise ConfigError for `training.learning_rate: auto` with an optimizer of which no sweep tells the rate."""
-    kind = config.optimizer.kind
-    if config.training.learning_rate == "auto" and OPTIMIZERS[kind].rate is None:
+    kind = optimizer.kind
+    if training.learning_rate == "auto" and OPTIMIZERS[kind].rate is None:
         raise ConfigError(
             f"`training.learning_rate: auto`: no sweep tells the rate of `{kind}`, which is far from AdamW's; set a "
             "number, and try several with `finetune sweep`"

@@ -42,7 +42,7 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
     answers = ranks.is_main() and not config.scorer and config.model.weights != "random"
     if not answers or holds_parts(config.distributed, ranks.world_size()):
         return []
-    media = media_of(config, tokenizer, base.config)
+    media = media_of(config.model, config.data, tokenizer, base.config)
     asked = list(itertools.islice(questions(config.data, tokenizer, media), QUESTIONS))
     if kept := _kept(asked, run, note):
         return kept
@@ -84,7 +84,7 @@ def after(model: Any, tokenizer: Any, config: Config, run: RunDirectory, asked: 
 
 def _replies(model: Any, tokenizer: Any, prompts: Sequence[examples.Example], config: Config) -> list[str]:
     ids = [answering.prompt_ids(prompt, tokenizer, config.data.control_tokens) for prompt in prompts]
-    shown = Shown.by(prompts, media_of(config, tokenizer, model.config))
+    shown = Shown.by(prompts, media_of(config.model, config.data, tokenizer, model.config))
     with autocast(config.training.precision, model.device):
         return [each.text for each in answering.answers(model, tokenizer, ids, Settings(TOKENS), shown=shown)]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Config, TrackingSection
+from finetune.config import TrackingSection
 from finetune.errors import MachineError, first_line
 from finetune.storage.rundir import RunDirectory
 
@@ -53,7 +53,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
     """
 
     def __init__(
-        self, section: TrackingSection, run: RunDirectory, config: Config, note: Callable[[str], None]
+        self, section: TrackingSection, run: RunDirectory, config: dict[str, Any], note: Callable[[str], None]
     ) -> None:
         from finetune.runtime import ranks  # imports accelerate, which the table of trackers does not need
 
@@ -64,7 +64,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
                 tracker = _made(name, section, run)
                 self._trackers.append(tracker)
                 tracker.start()
-                tracker.store_init_configuration(_flat(config.model_dump(mode="json")))
+                tracker.store_init_configuration(_flat(config))
             except Exception as error:
                 for started in self._trackers:
                     with contextlib.suppress(Exception):

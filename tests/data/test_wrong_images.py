@@ -283,7 +283,12 @@ def test_a_bomb_is_refused_before_it_is_decoded(job: Any, decoded: list[str | No
 @pytest.fixture
 def seen(base: Path) -> vision.Vision:
     config = BF16.changed({"model.name": str(base), "model.vision": "frozen"})
-    found = vision.of(config, load_architecture(config.model), load_tokenizer(config.model, config.data))
+    found = vision.of(
+        config.model,
+        config.data.image_pixels,
+        load_architecture(config.model),
+        load_tokenizer(config.model, config.data),
+    )
     assert found is not None
     return found
 

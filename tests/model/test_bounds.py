@@ -114,7 +114,7 @@ def test_an_explicit_length_is_refused_if_positions_are_a_table(make_base, quick
 
 def test_an_explicit_length_is_kept_with_a_note_if_positions_are_computed(quick) -> None:
     config = quick("data.max_length=80")
-    changes, note = bounds.within_positions(config, AutoConfig.for_model("llama", **LLAMA))
+    changes, note = bounds.within_positions(config.model, config.data, AutoConfig.for_model("llama", **LLAMA))
     assert changes == {}
     assert "`data.max_length` 80 is above the 40 positions" in str(note)
 
@@ -156,7 +156,7 @@ def test_rotary_scaling_counts(rope: dict[str, Any], expected: int) -> None:
 
 def test_a_base_without_a_limit_of_positions_leaves_the_length_alone() -> None:
     architecture = every_architecture.config("bloom")
-    assert bounds.within_positions(Config(), architecture) == ({}, None)
+    assert bounds.within_positions(Config().model, Config().data, architecture) == ({}, None)
 
 
 def test_an_answer_ends_with_the_positions_and_a_prompt_that_takes_them_all_is_refused(make_base) -> None:

@@ -101,7 +101,7 @@ def test_bases_that_cannot_have_more_tokens_are_refused() -> None:
     architecture = load_architecture(config.model)
     architecture.vocab_size_per_layer_input = 2048
     with refusal(ConfigError, "`data.new_tokens`", "a second embedding for each layer"):
-        bounds.new_tokens(config, architecture)
+        bounds.new_tokens(config.model, config.data, architecture)
     base = build.weightless(ModelSection())
     base.lm_head.register_parameter("bias", torch.nn.Parameter(torch.zeros(2048, device="meta")))
     with refusal(ConfigError, "LlamaForCausalLM"):

@@ -152,7 +152,12 @@ def test_a_batch_has_an_optional_value_if_its_rows_have_it() -> None:
 
 def test_a_batch_has_the_images_of_each_row_if_any_row_has_some(tmp_path: Path) -> None:
     config = BF16.changed({"model.name": str(seeing.base(tmp_path, "gemma3")), "model.vision": "frozen"})
-    seen = vision.of(config, load_architecture(config.model), load_tokenizer(config.model, config.data))
+    seen = vision.of(
+        config.model,
+        config.data.image_pixels,
+        load_architecture(config.model),
+        load_tokenizer(config.model, config.data),
+    )
     file = seeing.encoded(seeing.Image.new("RGB", (32, 32), "red"))
     [token] = seen.image_tokens
     text = {"input_ids": [5, 6], "labels": [5, 6], MEDIA: [], MEDIA_SIZES: []}

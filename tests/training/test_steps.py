@@ -306,7 +306,7 @@ def test_a_tracker_that_fails_is_dropped_with_one_note(quick, monkeypatch: pytes
         other = Unreachable(9)
         made = iter([Unreachable(answered), other])
         monkeypatch.setattr(tracking, "_made", lambda *_, made=made: next(made))
-        trackers = Trackers(config.tracking, run, config, notes.append)
+        trackers = Trackers(config.tracking, run, config.model_dump(mode="json"), notes.append)
         for step in (1, 2):
             trackers.log("train", {"step": step, "loss": 2.0})
         trackers.close()
@@ -328,7 +328,7 @@ def test_a_tracker_that_cannot_start_or_is_not_installed_is_refused(quick, monke
     refuses.start = refuse
     monkeypatch.setattr(tracking, "_made", lambda name, *_: {"tensorboard": started, "wandb": refuses}[name])
     with refusal(MachineError, "tracking.to:"):
-        Trackers(config.tracking, RunDirectory(config.output.dir), config, pytest.fail)
+        Trackers(config.tracking, RunDirectory(config.output.dir), config.model_dump(mode="json"), pytest.fail)
     assert started.left == 0, "it was finished"
 
 
@@ -354,7 +354,7 @@ def test_project_name_tags_and_answers_reach_a_tracker(quick, monkeypatch: pytes
     run = RunDirectory(config.output.dir)
     run.claim()
     write_json(run.answers_file, [{"question": "q", "reference": "r", "before": "b", "after": None}])
-    trackers = Trackers(config.tracking, run, config, pytest.fail)
+    trackers = Trackers(config.tracking, run, config.model_dump(mode="json"), pytest.fail)
     trackers.log("train", {"step": 1, "loss": 2.0, "skipped": True, "memory": {"backward": {"reserved_bytes": 7}}})
     trackers.answers(run)
     assert got == [
@@ -365,9 +365,9 @@ def test_project_name_tags_and_answers_reach_a_tracker(quick, monkeypatch: pytes
     got.clear()
     unnamed = quick("tracking.to=[wandb]")
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    Trackers(unnamed.tracking, run, unnamed, pytest.fail)
+    Trackers(unnamed.tracking, run, unnamed.model_dump(mode="json"), pytest.fail)
     monkeypatch.setenv("WANDB_PROJECT", "answers")
-    Trackers(unnamed.tracking, run, unnamed, pytest.fail)
+    Trackers(unnamed.tracking, run, unnamed.model_dump(mode="json"), pytest.fail)
     assert got == ["finetune", {"name": run.path.name}, "answers", {"name": run.path.name}]
 
 

@@ -113,7 +113,9 @@ class Bases:
 
     def _weightless(self, architecture: Any, quantization: QuantizationSection | None = None) -> Any:
         config = self.config
-        implementation = build.attention_of_exports(config, architecture, self.device.type)
+        implementation = build.attention_of_exports(
+            config.model, architecture, self.device.type, config.training.precision
+        )
         quantization = quantization or QuantizationSection(kind="none")
         return Blueprint(config.model, quantization, architecture, implementation, self.dtype).weightless()
 

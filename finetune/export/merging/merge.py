@@ -55,7 +55,7 @@ def merge(
         raise ArtifactError(f"{run.path} has a base of random weights, which were not saved; there is nothing to merge")
     chosen = _chosen(config, onto)
     tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
-    media = data_prepare.media_of(config, tokenizer)
+    media = data_prepare.media_of(config.model, config.data, tokenizer)
     compared = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, media)
 
     folder = weights_directory(config.model.name, config.model.revision, download=True)

@@ -46,10 +46,12 @@ def rounded(
     files = sorted(job.run.merged.glob("*.safetensors"))
     dtype = computed_in(job.config.training, job.device.type)
     architecture = load_architecture(section)
-    implementation = build.attention_of_exports(job.config, architecture, job.device.type)
+    implementation = build.attention_of_exports(
+        job.config.model, architecture, job.device.type, job.config.training.precision
+    )
     plain = QuantizationSection(kind="none")
     model = Blueprint(section, plain, architecture, implementation, dtype).weightless()
-    media = media_of(job.config, job.tokenizer, job.architecture)
+    media = media_of(job.config.model, job.config.data, job.tokenizer, job.architecture)
     ids = calibration.rows(job.config.data, job.tokenizer, job.config.training.seed, note, media)
     form_of = dict(forms(model, job.kind))
     made_from = {

@@ -103,7 +103,7 @@ def on_a_cluster(config: Path, arguments: Sequence[str]) -> tuple[list[str], lis
     overrides, keys = split(arguments)
     made = members(config, overrides, keys)
     for member in made:
-        learning_rate.refuse_guess(member.config)
+        learning_rate.refuse_guess(member.config.training, member.config.optimizer)
         refuse_open_kind(resolve(member.config, until="base").config.quantization)
     return overrides, [f"{key}={','.join(values)}" for key, values in keys.items()], [one.overrides for one in made]
 

@@ -261,7 +261,7 @@ class _Sweep:
     @cached_property
     def _data(self) -> Prepared:
         job = resolve(self.members[0].config, until="base")
-        media = prepare.media_of(job.config, self._tokenizer, job.architecture)
+        media = prepare.media_of(job.config.model, job.config.data, self._tokenizer, job.architecture)
         data = prepare.prepare(job.config.data, self._tokenizer, media)
         if not data.eval:
             raise DataError(f"a sweep compares members on evaluation rows; {data.warning}")
