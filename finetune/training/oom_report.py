@@ -16,7 +16,7 @@ from finetune.runtime.out_of_memory import StepOutOfMemoryError, reason
 from finetune.storage.rundir import RunDirectory
 from finetune.training import oom_retry
 from finetune.training.checkpoints import Checkpoints
-from finetune.training.collator import Inputs, row_count, tokens_a_row
+from finetune.training.collator import Inputs, micro_batching, row_count, tokens_a_row
 from finetune.training.progress import Progress
 from finetune.training.recorder import Listener
 
@@ -61,7 +61,8 @@ class OutOfMemoryReport:
     def lower_micro_batch(self, error: BaseException, inputs: Inputs, rows: Any) -> BaseException:
         """Record a smaller micro-batch than `inputs`, of `rows`, for the next start; return the error to end with."""
         rank = {"rank": ranks.rank()} if ranks.world_size() > 1 else {}
-        lowered = oom_retry.smaller(inputs, self.config, self.config.distributed.shares(ranks.world_size()))
+        share = self.config.training.batch_size // self.config.distributed.shares(ranks.world_size())
+        lowered = oom_retry.smaller(inputs, share, by_tokens=bool(micro_batching(self.config).tokens))
         if not lowered:
             self._name_row(error, rows, inputs, **rank)
             return error

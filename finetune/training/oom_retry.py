@@ -27,7 +27,7 @@ from finetune.model.distributed import optimizer_states
 from finetune.runtime import libraries, ranks
 from finetune.runtime.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
 from finetune.runtime.randomness import RandomState
-from finetune.training.collator import Inputs, first_row, halved, micro_batching, row_count, tokens_a_row
+from finetune.training.collator import Inputs, first_row, halved, row_count, tokens_a_row
 from finetune.training.step import LossCount, Step
 
 
@@ -73,14 +73,16 @@ def _pixels(inputs: Inputs) -> int:
     return sum(value.numel() for row in inputs.get(MEDIA, ()) for value in row.values())
 
 
-def smaller(inputs: Inputs, config: Config, shares: int) -> dict[str, int]:
-    """The keys that make micro-batches at most half of `inputs`, for rows in `shares` parts; none for a single row."""
+def smaller(inputs: Inputs, share: int, *, by_tokens: bool) -> dict[str, int]:
+    """The keys that make micro-batches at most half of `inputs`, of a rank's `share` of a step's rows.
+
+    They set a number of tokens if micro-batches are divided `by_tokens`. There are none for a single row.
+    """
     rows = row_count(inputs)
     if rows == 1:
         return {}
-    if micro_batching(config).tokens:
+    if by_tokens:
         return {"training.micro_batch_tokens": _positions(inputs) // 2}
-    share = config.training.batch_size // shares
     return {"training.micro_batch": max(fewer for fewer in range(1, rows // 2 + 1) if share % fewer == 0)}
 
 
