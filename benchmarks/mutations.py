@@ -55,9 +55,10 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     ),
     "outlines": (
         {
-            "finetune.data.outline": "check _Marked.message _Marked.value _Marked.schema _Marked._add _Marked._text "
-            "_Marked._key _Marked._id _outline _lost_names _lost_constant _rendered "
-            "_lost_of_tools _named _shown _refuse_lost refusal thought_remedy _places _after _forms _search",
+            "finetune.data.outline": "check _Placeholders.message _Placeholders.value _Placeholders.schema "
+            "_Placeholders._add _Placeholders._text _Placeholders._key _Placeholders._id _outline _lost_names "
+            "_lost_constant _rendered _lost_of_tools _named _shown _refuse_lost refusal thought_remedy _places _after "
+            "_forms _search",
         },
         ["data/test_outlines.py", "data/test_thoughts.py"],
     ),
@@ -101,7 +102,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     ),
     "checkpoints": (
         {
-            "finetune.storage.checkpoint": "Contents.bytes write _safetensors _write _parts _json "
+            "finetune.storage.checkpoint": "Contents.bytes write _safetensors _write _json "
             "_sha256 problems_of manifest_of _problems_of_file newest_valid set_aside prune _is_whole "
             "read_tensors",
             "finetune.storage.records": "read_bytes read read_lines check _message",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from finetune.data import control, images, outline
 from finetune.data.examples import Chat, Message, RowError, in_common
-from finetune.data.tokenizing import Asking, Span, TextPart, Tokenized
+from finetune.data.tokenizing import Asking, CharSpan, TextPart, Tokenized, TokenSpan
 from finetune.errors import FinetuneError
 from finetune.model.source import chat_template as template
 
@@ -46,7 +46,7 @@ class Mask(NamedTuple):
     """
 
     ids: list[int]
-    spans: list[Span]
+    spans: list[TokenSpan]
     lost_thoughts: bool
 
 
@@ -65,25 +65,25 @@ def mask(example: Chat, turns: list[int], tokenizer: Any) -> Asking[Mask]:
 
     A span does not include an empty thought at its start, which templates write for an answer without one.
     """
-    marked = marks_generation(tokenizer)
-    text, marks = _text(example, len(example.messages), tokenizer, marks=marked)
-    found = outline.check(example, text, tokenizer, marks=marked)
+    has_marks = marks_generation(tokenizer)
+    text, marks = _text(example, len(example.messages), tokenizer, marks=has_marks)
+    found = outline.check(example, text, tokenizer, marks=has_marks)
     _refuse_other_prompt(example, turns, found, tokenizer)
-    spans = [span for span in marks if span[0] < span[1]]
-    answers = answer_turns(example.messages)
-    if found.outline is not None and len(spans) == len(answers):
+    filled = [mark for mark in marks if mark[0] < mark[1]]
+    answers, own_text = answer_turns(example.messages), marks
+    if found.outline is not None and len(filled) == len(answers):
         # The template's marks may include what its prompt writes of a turn.
         headers = [found.outline.headers.get(turn, "") for turn in answers]
-        marks = [
+        own_text = [
             (start + len(header) * text.startswith(header, start), end)
-            for header, (start, end) in zip(headers, spans, strict=True)
+            for header, (start, end) in zip(headers, filled, strict=True)
         ]
-    whole = yield _part(example, len(example.messages), text, marks)
+    whole = yield _part(example, len(example.messages), text, own_text)
     if (last := example.messages[-1])["role"] == "assistant":
         end = template.unwritten_ends(tokenizer)[bool(last.get("tool_calls"))]
         whole = whole._replace(ids=whole.ids + end)
     thoughtful = [turn for turn in turns if turn not in found.without_thought]
-    trained = _by_marks(example, thoughtful, whole, tokenizer) if marked else None
+    trained = _by_marks(example, thoughtful, whole, tokenizer) if has_marks else None
     if trained is None:
         trained = yield from _by_prefixes(example, thoughtful, whole.ids, _Rendering(text, found.places), tokenizer)
     if re.search("think|thought|analysis", str(tokenizer.chat_template)):
@@ -159,7 +159,7 @@ def rendering(
 
 def _text(
     example: Chat, messages: int, tokenizer: Any, *, prompt: bool = False, marks: bool = False
-) -> tuple[str, list[Span]]:
+) -> tuple[str, list[CharSpan]]:
     try:
         return template.text(tokenizer, example.messages[:messages], tools=example.tools, prompt=prompt, marks=marks)
     except FinetuneError:
@@ -187,13 +187,13 @@ def _text(
         raise RowError(f"the chat template refuses it: {error}{remedy}") from None
 
 
-def _part(example: Chat, messages: int, text: str, marks: list[Span]) -> TextPart:
+def _part(example: Chat, messages: int, text: str, marks: list[CharSpan]) -> TextPart:
     if shown := images.shown_in(example.messages[:messages]):
         text, marks = images.spelled_out(text, marks, example.images[:shown])
     return TextPart(text, marks=marks, escaped=example.escaped)
 
 
-def _by_marks(example: Chat, turns: list[int], whole: Tokenized, tokenizer: Any) -> list[Span] | None:
+def _by_marks(example: Chat, turns: list[int], whole: Tokenized, tokenizer: Any) -> list[TokenSpan] | None:
     """Spans by the template's marks; None unless they map to exactly one run of tokens per answer."""
     answers = answer_turns(example.messages)
     if whole.runs is None or len(whole.runs) != len(answers):
@@ -220,7 +220,7 @@ def _by_marks(example: Chat, turns: list[int], whole: Tokenized, tokenizer: Any)
 
 def _by_prefixes(
     example: Chat, turns: list[int], ids: list[int], whole: _Rendering, tokenizer: Any
-) -> Asking[list[Span]]:
+) -> Asking[list[TokenSpan]]:
     """Spans found by rendering the conversation up to the start and to the end of each turn."""
     spans = []
     for turn in turns:
@@ -316,7 +316,7 @@ def _end_in_whole(whole: _Rendering, turn: int, ids: list[int], start: int, toke
     return end if end > start and _letters(whole.text[own[0].start : after]) in decoded else None
 
 
-def _closed(ids: list[int], start: int, end: int, turn: int, tokenizer: Any) -> Span:
+def _closed(ids: list[int], start: int, end: int, turn: int, tokenizer: Any) -> TokenSpan:
     """The span of a turn, including the token that ends it.
 
     Templates write a line break after the end-of-turn token; generation stops before it, so it is not trained. Marks

@@ -1,9 +1,10 @@
 """Where the texts of a conversation are in its rendering, and which of them the chat template leaves out.
 
-A copy of the conversation is rendered in which each text, name, key and number is a unique word instead (a mark). Marks
-that are missing belong to what is lost in each row of this shape: with these roles, fields, calls and tools. The text
-between the marks is that of the template, so a row's own rendering must be the same with the row's texts in it. A row
-whose rendering is not, because the template reads the texts themselves, is searched for each of them.
+A copy of the conversation is rendered in which each text, name, key and number is a unique word instead: a placeholder.
+Placeholders that are missing belong to what is lost in each row of this shape: with these roles, fields, calls and
+tools. The text between the placeholders is that of the template, so a row's own rendering must be the same with the
+row's texts in it. A row whose rendering is not, because the template reads the texts themselves, is searched for each
+of them. A mark, here as in `masks`, is the template's `{% generation %}` around an assistant turn.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _BEFORE_ARGUMENTS = 6  # keys of the path of a call's arguments: messages[n].too
 
 _TAG = re.compile(r"(</?think>)")
 _SPACE = re.compile(r"\s*")
-_MARK = re.compile(r"0qz(\d{5})zq|8370(\d{5})(?:\.5)?")
+_PLACEHOLDER = re.compile(r"0qz(\d{5})zq|8370(\d{5})(?:\.5)?")
 
 # Keys of a tool's schema whose texts templates compare or translate, such as the names of types.
 _SCHEMA_WORDS = frozenset({"type", "format", "pattern", "required", "$ref", "$schema", "$id"})
@@ -100,25 +101,27 @@ def check(example: Chat, text: str, tokenizer: Any, *, marks: bool = False) -> F
     Raises RowError for a text, a name of a function or parameter, or an argument that is not in it, and for the thought
     of the last message.
     """
-    marked = _Marked()
-    messages = [marked.message(message, number) for number, message in enumerate(example.messages)]
-    if len(marked.leaves) > _MOST_LEAVES:
+    placeholders = _Placeholders()
+    messages = [placeholders.message(message, number) for number, message in enumerate(example.messages)]
+    if len(placeholders.leaves) > _MOST_LEAVES:
         return Found(None, None, frozenset())
     key = json.dumps([messages, example.tools, marks], default=str)
     known = _outlines(tokenizer)
     if key not in known:
         if len(known) >= _KEPT:
             known.clear()
-        known[key] = _outline(messages, marked.leaves, example, tokenizer, marks)
+        known[key] = _outline(messages, placeholders.leaves, example, tokenizer, marks)
     outline = known[key]
     if outline is None:
-        _search(marked.leaves, text)
+        _search(placeholders.leaves, text)
         return Found(None, None, frozenset())
-    _refuse_lost(outline, marked.leaves, example, tokenizer)
-    places = _places(outline, marked.leaves, text)
+    _refuse_lost(outline, placeholders.leaves, example, tokenizer)
+    places = _places(outline, placeholders.leaves, text)
     if places is None:
-        _search(marked.leaves, text)
-    thoughts = {leaf.message for n, leaf in enumerate(marked.leaves) if n in outline.lost and leaf.kind == "thought"}
+        _search(placeholders.leaves, text)
+    thoughts = {
+        leaf.message for n, leaf in enumerate(placeholders.leaves) if n in outline.lost and leaf.kind == "thought"
+    }
     return Found(outline, places, frozenset(thoughts))
 
 
@@ -127,8 +130,8 @@ def _outlines(tokenizer: Any) -> dict[str, Outline | None]:
     return {}
 
 
-class _Marked:
-    """Makes copies with a mark in place of each text or number, and collects these in `leaves`.
+class _Placeholders:
+    """Makes copies with a placeholder for each text or number, and collects these in `leaves`.
 
     `constants` are the booleans and nulls with their paths, which stay as they are but for the one of number `changed`:
     it is the other boolean, or for a null an empty text, or no item of a list.
@@ -142,18 +145,18 @@ class _Marked:
 
     def message(self, message: Message, number: int) -> Message:
         where: Keys = ("messages", number)
-        marked = dict(message)
+        replaced = dict(message)
         content = message.get("content")
         if isinstance(content, str):
-            # An answer's thoughts within tags have marks of their own; texts and tags alternate.
+            # An answer's thoughts within tags have placeholders of their own; texts and tags alternate.
             thinks = message["role"] == "assistant" and "</think>" in content
             pieces = [*_TAG.split(content), ""] if thinks else [content, ""]
-            marked["content"] = "".join(
+            replaced["content"] = "".join(
                 self._text(piece, (*where, "content"), number, "thought" if tag == "</think>" else "text") + tag
                 for piece, tag in zip(pieces[::2], pieces[1::2], strict=True)
             )
         elif isinstance(content, list):
-            marked["content"] = [
+            replaced["content"] = [
                 {**part, "text": self._text(part["text"], (*where, "content", at), number)} if "text" in part else part
                 for at, part in enumerate(content)
             ]
@@ -162,24 +165,26 @@ class _Marked:
             if isinstance(thought := message.get(name), str):
                 if thought not in thoughts:
                     thoughts[thought] = self._text(thought, (*where, name), number, "thought")
-                marked[name] = thoughts[thought]
+                replaced[name] = thoughts[thought]
         if calls := message.get("tool_calls"):
-            marked["tool_calls"] = []
+            replaced["tool_calls"] = []
             for at, call in enumerate(calls):
                 inner, function, copy = (*where, "tool_calls", at), call["function"], dict(call)
                 if isinstance(name := call.get("id"), str):
                     copy["id"] = self._id(False, name, (*inner, "id"), number)
                 inner, name = (*inner, "function"), function["name"]
-                self._ids[True, name] = mark = self._text(name, (*inner, "name"), number)
+                self._ids[True, name] = placeholder = self._text(name, (*inner, "name"), number)
                 arguments = self.value(function["arguments"], (*inner, "arguments"), number)
-                marked["tool_calls"].append({**copy, "function": {**function, "name": mark, "arguments": arguments}})
+                replaced["tool_calls"].append(
+                    {**copy, "function": {**function, "name": placeholder, "arguments": arguments}}
+                )
         for name in ("name", "tool_call_id"):
             if isinstance(repeated := message.get(name), str):
-                marked[name] = self._id(name == "name", repeated, (*where, name), number)
-        return marked
+                replaced[name] = self._id(name == "name", repeated, (*where, name), number)
+        return replaced
 
     def value(self, value: Any, where: Keys, number: int) -> Any:
-        """An argument with marks in place of the texts and numbers in it, and behind its keys."""
+        """An argument with placeholders for the texts and numbers in it, and behind its keys."""
         if isinstance(value, str):
             return self._text(value, where, number)
         if value is None or isinstance(value, bool):
@@ -188,8 +193,8 @@ class _Marked:
                 return value
             return not value if value is not None else _NOTHING if isinstance(where[-1], int) else ""
         if isinstance(value, int | float):
-            mark = f"8370{self._add(Leaf(where, value, 'text', number)):05d}"
-            return float(mark + ".5") if isinstance(value, float) else int(mark)
+            placeholder = f"8370{self._add(Leaf(where, value, 'text', number)):05d}"
+            return float(placeholder + ".5") if isinstance(value, float) else int(placeholder)
         if isinstance(value, Mapping):
             return {
                 self._key(key, (*where, key), number): self.value(item, (*where, key), number)
@@ -201,7 +206,7 @@ class _Marked:
         return value
 
     def schema(self, value: Any, where: Keys, key: str = "") -> Any:
-        """A tool with marks behind the texts in it and the names of its parameters."""
+        """A tool with placeholders behind the texts in it and the names of its parameters."""
         if isinstance(value, str):
             if key in _SCHEMA_WORDS or not value.strip():
                 return value
@@ -217,11 +222,11 @@ class _Marked:
             return {
                 self._key(name, (*where, name), -1): self.schema(item, (*where, name)) for name, item in value.items()
             }
-        marked = {name: self.schema(item, (*where, name), name) for name, item in value.items()}
+        replaced = {name: self.schema(item, (*where, name), name) for name, item in value.items()}
         if isinstance(required := value.get("required"), list) and isinstance(value.get("properties"), Mapping):
-            renamed = dict(zip(value["properties"], marked["properties"], strict=True))
-            marked["required"] = [renamed.get(name, name) if isinstance(name, str) else name for name in required]
-        return marked
+            renamed = dict(zip(value["properties"], replaced["properties"], strict=True))
+            replaced["required"] = [renamed.get(name, name) if isinstance(name, str) else name for name in required]
+        return replaced
 
     def _add(self, leaf: Leaf) -> int:
         self.leaves.append(leaf)
@@ -234,7 +239,7 @@ class _Marked:
         return f"{key}0qz{self._add(Leaf(where, key, 'key', number)):05d}zq"
 
     def _id(self, is_name: bool, text: str, where: Keys, number: int) -> str:
-        """The mark of an id or a name that other messages repeat: of nine characters, as some templates require."""
+        """The placeholder of an id or a name that other messages repeat: nine characters, as some templates require."""
         if (is_name, text) not in self._ids:
             self._ids[is_name, text] = f"8370{self._add(Leaf(where, text, 'free', number)):05d}"
         return self._ids[is_name, text]
@@ -243,21 +248,24 @@ class _Marked:
 def _outline(
     messages: list[Message], leaves: Sequence[Leaf], example: Chat, tokenizer: Any, marks: bool
 ) -> Outline | None:
-    """The outline of marked `messages`; None if the template refuses the marks."""
-    text, marked = _rendered(tokenizer, messages, example.tools, marks=marks)
+    """The outline of `messages` of placeholders; None if the template refuses them.
+
+    With `marks`, also the headers of the turns that the template marks.
+    """
+    text, marked_spans = _rendered(tokenizer, messages, example.tools, marks=marks)
     if text is None:
         return None
     pieces, at = [], 0
-    for mark in _MARK.finditer(text):
-        if (number := int(mark[1] or mark[2])) < len(leaves):
-            pieces.append((text[at : mark.start()], number))
-            at = mark.end()
+    for found in _PLACEHOLDER.finditer(text):
+        if (number := int(found[1] or found[2])) < len(leaves):
+            pieces.append((text[at : found.start()], number))
+            at = found.end()
     lost = frozenset(range(len(leaves))) - {number for _, number in pieces}
     lost |= _lost_names(messages, leaves, example, tokenizer)
     lost_tools = _lost_of_tools(example.messages, example.tools, tokenizer)
     lost_constant = _lost_constant(text, example, tokenizer)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    spans = [span for span in marked if span[0] < span[1]]
+    spans = [span for span in marked_spans if span[0] < span[1]]
     starts = dict(zip(answers, spans, strict=True)) if len(spans) == len(answers) else {}
     headers, beyond = {}, {}
     for turn in starts or answers[-1:]:
@@ -286,11 +294,11 @@ def _lost_names(messages: list[Message], leaves: Sequence[Leaf], example: Chat, 
 
 
 def _lost_constant(text: str, example: Chat, tokenizer: Any) -> str:
-    """The path of the first boolean or null in an argument without which the rendering of marked messages is `text`.
+    """The path of the first boolean or null in an argument without which the rendering of placeholders is `text`.
 
     Of equal ones in the same place of a list's items the first and the last are tried: a template treats others alike.
     """
-    as_written = _Marked()
+    as_written = _Placeholders()
     for at, message in enumerate(example.messages):
         as_written.message(message, at)
     alike: dict[Any, list[int]] = {}
@@ -298,7 +306,7 @@ def _lost_constant(text: str, example: Chat, tokenizer: Any) -> str:
         place = path[:_BEFORE_ARGUMENTS], *("[]" if isinstance(key, int) else key for key in path)
         alike.setdefault((place, value), []).append(number)
     for number in sorted({number for numbers in alike.values() for number in (numbers[0], numbers[-1])}):
-        changed = _Marked(changed=number)
+        changed = _Placeholders(changed=number)
         messages = [changed.message(message, at) for at, message in enumerate(example.messages)]
         if _rendered(tokenizer, messages, example.tools)[0] == text:
             return _shown(as_written.constants[number][0])
@@ -320,11 +328,11 @@ def _lost_of_tools(messages: list[Message], tools: list[dict[str, Any]] | None, 
     """What of the tools is not in the rendering of `messages`, as a path; empty if nothing is."""
     if not tools:
         return ""
-    marked = _Marked()
-    text, _ = _rendered(tokenizer, messages, [marked.schema(tool, ("tools", n)) for n, tool in enumerate(tools)])
+    placeholders = _Placeholders()
+    text, _ = _rendered(tokenizer, messages, [placeholders.schema(tool, ("tools", n)) for n, tool in enumerate(tools)])
     if text is None:
         return ""
-    needed = [(n, leaf) for n, leaf in enumerate(marked.leaves) if leaf.kind != "free"]
+    needed = [(n, leaf) for n, leaf in enumerate(placeholders.leaves) if leaf.kind != "free"]
     return _named([leaf for n, leaf in needed if f"0qz{n:05d}zq" not in text], [leaf for _, leaf in needed])
 
 
@@ -395,7 +403,7 @@ def _places(outline: Outline, leaves: Sequence[Leaf], text: str) -> list[Place] 
         if at is None:
             return None
         leaf = leaves[number]
-        if leaf.kind == "key":  # its mark is behind it
+        if leaf.kind == "key":  # its placeholder is behind it
             start = end = at
             at = _after(static, text, end)
         else:

@@ -15,7 +15,11 @@ from finetune.data import control
 from finetune.data.examples import RowError
 from finetune.runtime.libraries import tokenizing_in_parallel
 
-Span = tuple[int, int]
+CharSpan = tuple[int, int]
+"""From one character of a text to another."""
+
+TokenSpan = tuple[int, int]
+"""From one token of a text to another."""
 
 # A tokenizer needs about 150 bytes per character; this is 2 million tokens of English, in 1.4 GiB.
 TEXT_CHARACTERS = 2**23
@@ -39,7 +43,7 @@ class TextPart(NamedTuple):
 
     text: str
     special: bool = False
-    marks: Sequence[Span] = ()
+    marks: Sequence[CharSpan] = ()
     escaped: bool = False
 
 
@@ -47,7 +51,7 @@ class Tokenized(NamedTuple):
     """The ids of a piece, and the runs of tokens that its marks cover, None if they cannot be mapped."""
 
     ids: list[int]
-    runs: list[Span] | None
+    runs: list[TokenSpan] | None
 
 
 RowResult = TypeVar("RowResult")
@@ -141,14 +145,14 @@ def _tokenized_alike(pieces: list[TextPart], tokenizer: Any) -> list[Tokenized |
     return results
 
 
-def _runs(encoding: Any, marks: Sequence[Span]) -> list[Span] | None:
+def _runs(encoding: Any, marks: Sequence[CharSpan]) -> list[TokenSpan] | None:
     """The contiguous runs of tokens covered by `marks`, or None if they cannot be mapped.
 
     A mark is mapped by the tokens of its first and last character. Some tokenizers trim offsets: a mark that starts
     with a space then has no first token, and one that ends with a line break extends to the end of the text. Tokenizers
     written in Python have no offsets.
     """
-    runs: list[Span] = []
+    runs: list[TokenSpan] = []
     if marks and encoding is None:
         return None
     for first, after in marks:

@@ -111,7 +111,7 @@ def test_a_key_is_where_the_template_has_written_it(tokenizer_of: Make) -> None:
     assert places
     key, value = text.index('key"') + 3, text.index("value")
     assert [(place.start, place.end) for place in places[2:]] == [(key, key), (value, value + 5)]
-    # A value without a mark is left as it is.
+    # A value without a placeholder is left as it is.
     for arguments in ({"when": datetime.date(2024, 5, 1)}, {"when": " "}, {" ": 1}):
         assert found(tokenizer_of("{{ m.tool_calls[0].function }}"), [calling(call(arguments))])
 
@@ -159,14 +159,14 @@ def test_what_a_template_makes_of_a_text_may_only_change_white_space_around_it(w
 
 
 def test_nothing_but_the_text_is_all_there_is(word_tokenizer: Make, tokenizer_of: Make) -> None:
-    assert found(tokenizer_of("0qz00001zq 837000001 {{ m.content }}"), [user("a")]) == [("a", 0, False)], "no mark"
+    assert found(tokenizer_of("0qz00001zq 837000001 {{ m.content }}"), [user("a")]) == [("a", 0, False)], "no leaf"
     tokenizer = word_tokenizer("{{ messages[0].content }}")
     assert found(tokenizer, [user("a")]) == [("a", 0, False)]
     assert outline.check(Chat([user("a")]), "a\n", tokenizer).places
     assert outline.check(Chat([user("a")]), "aa", tokenizer).places is None
 
 
-def test_a_row_with_more_leaves_than_there_are_marks_is_not_searched(
+def test_a_row_with_more_leaves_than_there_are_placeholders_is_not_searched(
     tokenizer_of: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outline, "_MOST_LEAVES", 2)
@@ -206,7 +206,7 @@ ARGUMENT = r"messages\[1\]\.tool_calls\[0\]\.function\.arguments\.k"
         ("", "{{ m.content }}", [user("a"), assistant("b") | {"reasoning_content": "c"}, user("d")]),
     ],
 )
-def test_a_row_of_a_template_that_refuses_marks_is_searched_for_its_texts(
+def test_a_row_of_a_template_that_refuses_placeholders_is_searched_for_its_texts(
     tokenizer_of: Make, name: str, turn: str, messages: list[Message]
 ) -> None:
     tokenizer = tokenizer_of(turn, tools=REFUSES_MARKS, start="")
@@ -225,7 +225,9 @@ def test_a_row_whose_texts_the_template_reads_is_searched_for_them(tokenizer_of:
         check(tokenizer_of("{{ m.content if m.content != 'b' }}"), [user("a"), user("b")])
 
 
-def test_a_template_that_breaks_out_of_its_sandbox_is_refused_where_only_marks_show_it(tokenizer_of: Make) -> None:
+def test_a_template_that_breaks_out_of_its_sandbox_is_refused_where_placeholders_show_it(
+    tokenizer_of: Make,
+) -> None:
     tokenizer = tokenizer_of("{{ m.content }}{{ m.content.__class__.mro() if '0qz' in m.content }}")
     with refusal(ArtifactError, "violates its sandbox"):
         check(tokenizer, [user("a")])
@@ -391,7 +393,7 @@ def test_nothing_is_lost_of_a_row_that_is_rendered(tokenizer_of: Make) -> None:
     for tokenizer, messages, tools in (
         (tokenizer_of(), [user("a"), calling(F)], None),
         (tokenizer_of(), [user("a"), calling(F)], [WEATHER]),
-        (tokenizer_of(tools=refuses), [user("a")], [WEATHER]),  # refused with marks
+        (tokenizer_of(tools=refuses), [user("a")], [WEATHER]),  # refused with placeholders
     ):
         seen = check(tokenizer, messages, tools)
         assert seen.places
