@@ -53,6 +53,7 @@ __all__ = [
 
 def supervised(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross-entropy, in nats, of each trained token given the tokens before it."""
+    # -> `forward` in fused_head.py, installed by model_setup.complete
     scores = model(**batch, fused_lm_head=True)
     return with_balancing(-scores.log_probs.sum(), scores.label_mask.sum(), model, scores)
 

@@ -21,7 +21,7 @@ from finetune.model.structure import experts
 from finetune.runtime import patches
 
 tile = ContextVar("tile", default=Tile())  # noqa: B039 -- it is frozen
-"""The tile of logits of a pass."""
+"""The tile of logits of a pass; `model_setup.in_training` sets it, by `log_probs.tiles`."""
 
 
 @dataclass

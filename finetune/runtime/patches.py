@@ -267,7 +267,8 @@ CAUSAL_MODEL_FORWARD = Patch(
     "transformers 5.23",
     "(self, input_ids=..., attention_mask=..., position_ids=..., past_key_values=..., inputs_embeds=..., labels=..., "
     "use_cache=..., logits_to_keep=..., **kwargs)",
-    "Context parallelism splits the inputs; the comparison of exports gives a head known states.",
+    "The loss scores labels in tiles; context parallelism splits the inputs; the comparison of exports gives a head "
+    "known states.",
     "never: it wraps a model of any architecture.",
     objects="a causal model, or the decoder in it",
 )
