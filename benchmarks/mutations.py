@@ -79,7 +79,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
         {
             "finetune.data.batching": "RowOrder.__iter__ MicroBatching.of MicroBatching.capacity micro_batches",
             "finetune.data.encoded": "lengths_of segments_of",
-            "finetune.training.collator": "MicroBatches.__call__ MicroBatches.micro_batch halved first_row "
+            "finetune.training.collator": "StepCollator.__call__ StepCollator.micro_batch halved first_row "
             "_sequences",
             "finetune.training.oom_retry": "Limit.parts Limit.lower Retry.forward_backward Retry.update "
             "StepStart.restore UpdateStart.undo",

@@ -23,7 +23,7 @@ from finetune.model.source import catalog
 from finetune.objectives import log_probs, supervised
 from finetune.runtime import patches
 from finetune.training import probe_table
-from finetune.training.collator import MicroBatches
+from finetune.training.collator import StepCollator
 from finetune.training.probe_table import Subject
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def adapted(config: Any, *, packed: bool, recomputed: bool) -> Any:
 
 def step(model: Any, *, packed: bool) -> tuple[float, Gradients]:
     """Loss and gradients of a step of `ROWS` in one micro-batch, as training takes it."""
-    batch = MicroBatches(MicroBatching(len(ROWS), packed=packed), 3).micro_batch(rows())
+    batch = StepCollator(MicroBatching(len(ROWS), packed=packed), 3).micro_batch(rows())
     batch.pop("attention_mask", None)
     with packing.known(batch), log_probs.tiles(64, fused=True):
         total, count = supervised(model, batch)

@@ -47,7 +47,7 @@ from finetune.model.skeleton import mixture
 from finetune.model.structure import experts
 from finetune.objectives import log_probs
 from finetune.training import optimizers, reference_scores, strategies
-from finetune.training.collator import Inputs, MicroBatches, apart, for_model, micro_batching
+from finetune.training.collator import Inputs, StepCollator, apart, for_model, micro_batching
 from finetune.training.eval_loss import summed_loss
 from finetune.training.noise import Noise, NoiseSpan
 from finetune.training.step import Step
@@ -243,7 +243,7 @@ class _TracedStep:
         self._precision = "bf16" if config.training.precision == "fp16" else config.training.precision
         self._config = config
         self._way = micro_batching(config, self._architecture)
-        self._collator = MicroBatches(
+        self._collator = StepCollator(
             self._way, pad_token_id=0, context=config.distributed.context, media=self._media.white()
         )
 

@@ -18,7 +18,7 @@ from finetune.runtime.device import require_default_stream
 from finetune.training import optimizers, probe_table, schedules, strategies
 from finetune.training.batches import PreparedRows, StepSource
 from finetune.training.checkpoints import Checkpoints
-from finetune.training.collator import MicroBatches, cannot_share, micro_batching
+from finetune.training.collator import StepCollator, cannot_share, micro_batching
 from finetune.training.eval_loss import EvalLoss
 from finetune.training.guards import Falls
 from finetune.training.job import TrainingJob
@@ -73,7 +73,7 @@ def assemble(job: TrainingJob, steps: StepSource | None = None) -> Loop:
     )
 
 
-def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) -> Step:
+def _step(job: TrainingJob, recorder: MetricsRecorder, collate: StepCollator) -> Step:
     model, device, config, training = job.model, job.process.device, job.config, job.config.training
     updated_on = next(weight.device.type for weight in model.parameters() if weight.requires_grad)
     managed = updated_on == "cuda" and driver.shares_managed_memory(torch.cuda.current_device())
@@ -101,7 +101,7 @@ def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) ->
     )
 
 
-def collator(job: TrainingJob) -> MicroBatches:
+def collator(job: TrainingJob) -> StepCollator:
     """Collates the steps of a job, alike on all ranks; notes why packed segments cannot share tokens, if so."""
     config = job.config
     way = micro_batching(config, job.architecture)
@@ -115,13 +115,13 @@ def collator(job: TrainingJob) -> MicroBatches:
     elif way.packed and way.layout.sequences > 1:
         why = cannot_share(config, job.architecture)
         job.outlets.listener.note(f"a prompt is computed once for each answer, not for both: {why}")
-    return MicroBatches(
+    return StepCollator(
         way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), config.distributed.context,
         job.data.media,
     )  # fmt: skip
 
 
-def prepared_rows(job: TrainingJob, collate: MicroBatches) -> PreparedRows:
+def prepared_rows(job: TrainingJob, collate: StepCollator) -> PreparedRows:
     """The source of steps of a job's own rows."""
     training, rows = job.config.training, job.data.train
     # The order of a run must outlive a change of what lets segments share tokens, such as `kernels.compile`.

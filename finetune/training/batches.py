@@ -15,7 +15,7 @@ from finetune.data.batching import RowOrder
 from finetune.data.encoded import MEDIA, columns
 from finetune.runtime import ranks
 from finetune.training import largest_batch
-from finetune.training.collator import Inputs, MicroBatches
+from finetune.training.collator import Inputs, StepCollator
 from finetune.training.largest_batch import LargestStep
 
 
@@ -23,7 +23,7 @@ class StepSource(Protocol):
     """Where the optimizer steps of a run come from: prepared rows, or what takes their place, such as rollouts.
 
     A step is this rank's micro-batches, of the layout of the objective. All ranks get equally many for each step
-    (`MicroBatches.idle` fills up), and call a source's methods together. A source has no state that a checkpoint would
+    (`StepCollator.idle` fills up), and call a source's methods together. A source has no state that a checkpoint would
     have to hold: a run goes on by asking for the steps of an epoch after those that it has done.
     """
 
@@ -49,7 +49,7 @@ class PreparedRows:
 
     rows: Any
     order: RowOrder
-    collate: MicroBatches
+    collate: StepCollator
     batch_size: int
     on_card: bool
 

@@ -61,10 +61,10 @@ class Idle(Inputs):
     """A micro-batch without trained tokens, for a rank that has fewer micro-batches in a step than others."""
 
 
-class MicroBatches:
+class StepCollator:
     """Collates this rank's share of rows (`encoded.columns`) into a list of micro-batches.
 
-    Each `context` ranks in a row have one share of all `shares`, whose rows they split: micro-batches then have
+    Each `context` ranks in a row are one of the `rank_groups` and split its rows' tokens: micro-batches then have
     `position_ids`, and as many tokens as can be divided among them. `media` makes the model's arguments of what rows
     show.
     """
@@ -74,18 +74,18 @@ class MicroBatches:
         media: Media = TEXT_ALONE,
     ) -> None:  # fmt: skip
         self.way, self.media = way, media
-        self._rank, self.shares = rank // context, world_size // context
+        self._group, self.rank_groups = rank // context, world_size // context
         self._pad_token_id, self._context = pad_token_id, context
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[Inputs]:
-        shares = [rows[rank :: self.shares] for rank in range(self.shares)]
+        groups = [rows[group :: self.rank_groups] for group in range(self.rank_groups)]
         way = self.way
         parts = [
-            micro_batches([way.length(lengths_of(row), way.shared(row)) for row in share], way, self.media.areas(share))
-            for share in shares
+            micro_batches([way.length(lengths_of(row), way.shared(row)) for row in group], way, self.media.areas(group))
+            for group in groups
         ]
-        mine = shares[self._rank]
-        own = [self.micro_batch([mine[row] for row in part]) for part in parts[self._rank]]
+        mine = groups[self._group]
+        own = [self.micro_batch([mine[row] for row in part]) for part in parts[self._group]]
         # Ranks synchronise in every micro-batch, so all need the same number.
         return own + [self.idle() for _ in range(max(map(len, parts)) - len(own))]
 

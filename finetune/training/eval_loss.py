@@ -31,7 +31,7 @@ from finetune.runtime.libraries import without_cudnn_attention
 from finetune.runtime.out_of_memory import is_out_of_memory, reason
 from finetune.training import oom_retry
 from finetune.training.batches import agreed
-from finetune.training.collator import Inputs, MicroBatches, apart, for_model, micro_batching
+from finetune.training.collator import Inputs, StepCollator, apart, for_model, micro_batching
 from finetune.training.largest_batch import largest_steps
 from finetune.training.step import Step
 
@@ -91,7 +91,7 @@ def _sums(model: Any, batch: Inputs, precision: str, loss: Loss) -> torch.Tensor
         return torch.stack(sums(loss, model, send_to_device(batch, model.device)))
 
 
-def loader(rows: Any, collate: MicroBatches, batch_size: int) -> Iterable[list[Inputs]]:
+def loader(rows: Any, collate: StepCollator, batch_size: int) -> Iterable[list[Inputs]]:
     """The rows of an evaluation set in order, collated into steps like training rows."""
     return DataLoader(rows.select_columns(columns(rows)), batch_size=batch_size, collate_fn=collate)
 
@@ -133,7 +133,7 @@ class EvalLoss:
 
     step: Step
     rows: Any
-    collate: MicroBatches
+    collate: StepCollator
     batch_size: int
     report: EvaluationReport
     limit: oom_retry.Limit = field(default_factory=oom_retry.Limit)
@@ -254,7 +254,7 @@ def _watched(
     """The sum and count of `loss` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
     precision = config.training.precision
     log_probs.attach(model)
-    collate = MicroBatches(
+    collate = StepCollator(
         way, tokenizer.pad_token_id, media=media_of(config.model, config.data, tokenizer, model.config)
     )
     by_row: list[torch.Tensor] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.data.batching import Sizes, chosen_rows, per_step, worst_batches
 from finetune.data.encoded import IGNORE, TEACHER, segments_of
-from finetune.training.collator import Inputs, MicroBatches
+from finetune.training.collator import Inputs, StepCollator
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class LargestStep:
 
 
 def largest_steps(
-    rows: Any, collate: MicroBatches, batch_size: int, most_tokens: int | None = None
+    rows: Any, collate: StepCollator, batch_size: int, most_tokens: int | None = None
 ) -> Iterator[LargestStep]:
     """The largest steps of `batch_size` of `rows` on all ranks, of those rows with at most `most_tokens` if given."""
-    way, step_rows = collate.way, batch_size // collate.shares
+    way, step_rows = collate.way, batch_size // collate.rank_groups
     sizes = Sizes.of(rows, way)
     for batch in worst_batches(sizes.no_longer(most_tokens), way, step_rows, "the data's rows"):
         chosen = [{**row, "shared": way.shared(row)} for row in map(rows.__getitem__, chosen_rows(sizes, batch))]

@@ -45,7 +45,7 @@ from finetune.storage import private
 from finetune.storage.files import write_bytes
 from finetune.training import oom_retry
 from finetune.training.batches import PreparedRows
-from finetune.training.collator import Inputs, MicroBatches, passes, row_count
+from finetune.training.collator import Inputs, StepCollator, passes, row_count
 from finetune.training.eval_loss import DoesNotFit, EvalLoss, EvaluationReport, summed_loss
 from finetune.training.step import Step
 
@@ -82,7 +82,7 @@ def batching(way: MicroBatching, sizes: Sizes, step_rows: int) -> MicroBatching:
 def batching_of(steps: PreparedRows) -> MicroBatching:
     """`batching` of the rows of a source of steps."""
     way = steps.collate.way
-    return batching(way, Sizes.of(steps.rows, way), max(1, steps.batch_size // steps.collate.shares))
+    return batching(way, Sizes.of(steps.rows, way), max(1, steps.batch_size // steps.collate.rank_groups))
 
 
 def batches(lengths: Sequence[int], way: MicroBatching) -> Iterator[list[int]]:
@@ -230,7 +230,7 @@ def _passes(
 
     All ranks get the scores of all.
     """
-    collate, limit, first = MicroBatches(way, job.tokenizer.pad_token_id), oom_retry.Limit(), 0
+    collate, limit, first = StepCollator(way, job.tokenizer.pad_token_id), oom_retry.Limit(), 0
     for rows, report in splits:
         inputs, lengths = rows.select_columns(columns(rows)), Sizes.of(rows, way).lengths
         left = [batch for batch in batches(lengths, way) if np.isnan(scores[first:][batch]).any()]

@@ -22,7 +22,7 @@ from finetune.model.attention import packing
 from finetune.model.structure import sequence_head
 from finetune.objectives import scored
 from finetune.objectives.objective import scored_rows
-from finetune.training.collator import MicroBatches
+from finetune.training.collator import StepCollator
 
 PAIRS = RowLayout(("chosen", "rejected"), scored=True)
 ANSWERS = [("Hello there.", "so"), ("one", "one two."), ("Because so.", "Hello.")]
@@ -132,7 +132,7 @@ def test_scores_are_those_of_transformers_on_the_templates_own_text_however_rows
 def scores(model: Any, rows: list[Encoded], *, packed: bool) -> torch.Tensor:
     """The rewards of the rows' segments as a step computes them, in one micro-batch."""
     way = MicroBatching(len(rows), 4096 if packed else None, packed, PAIRS, shares=packed)
-    batch = MicroBatches(way, 3).micro_batch(
+    batch = StepCollator(way, 3).micro_batch(
         [
             {"input_ids": row.input_ids, "labels": row.labels, "segments": row.lengths, "shared": row.shared}
             for row in rows

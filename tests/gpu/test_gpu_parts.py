@@ -24,7 +24,7 @@ from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import random_base
 from finetune.runtime import libraries, segments
 from finetune.training import optimizers, state
-from finetune.training.collator import MicroBatches
+from finetune.training.collator import StepCollator
 
 pytestmark = pytest.mark.gpu
 
@@ -103,7 +103,7 @@ def test_packed_rows_keep_apart_on_a_card(
     packed_rows.prove(model)
     lengths = [5, 40, 1, 18]
     rows = [torch.randint(3, 64, (length,)).tolist() for length in lengths]
-    collated = MicroBatches(MicroBatching(1, 1000, packed=True), 0).micro_batch(
+    collated = StepCollator(MicroBatching(1, 1000, packed=True), 0).micro_batch(
         [{"input_ids": row, "labels": row} for row in rows]
     )
     inputs = send_to_device({name: value for name, value in collated.items() if name != "labels"}, cuda)

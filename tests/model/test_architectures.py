@@ -33,7 +33,7 @@ from finetune.model.structure import linear_layers
 from finetune.recipe import inputs
 from finetune.resolve import planning
 from finetune.resolve.planner import check_traceable
-from finetune.training.collator import MicroBatches
+from finetune.training.collator import StepCollator
 
 ARCHITECTURES = ("bloom", "mpt", "rwkv", "mamba", "dbrx", "gemma3n_text", "jamba", "falcon_h1")
 # Layers whose weight is read past the layer, by the last two parts of their names.
@@ -216,7 +216,7 @@ def test_the_padding_of_a_recurrent_model_changes_no_token_before_it() -> None:
     torch.manual_seed(0)
     model = every_architecture.model(every_architecture.config("mamba")).eval()
     rows = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
-    batch = MicroBatches(MicroBatching(2), 3).micro_batch([{"input_ids": row, "labels": row} for row in rows])
+    batch = StepCollator(MicroBatching(2), 3).micro_batch([{"input_ids": row, "labels": row} for row in rows])
     with torch.no_grad():
         together = model(input_ids=batch["input_ids"]).logits
         for number, row in enumerate(rows):

@@ -18,7 +18,7 @@ from finetune.model.attention import packing
 from finetune.model.distributed import context
 from finetune.model.probes import split_rows
 from finetune.objectives import log_probs, supervised
-from finetune.training.collator import MicroBatches, for_model
+from finetune.training.collator import StepCollator, for_model
 
 RANKS, ROWS = 4, [list(range(1, 31)), list(range(20, 40))]
 
@@ -33,7 +33,7 @@ def computed(model: Any, batch: dict[str, Any], group: Any) -> tuple[torch.Tenso
 
 def compare(model: Any, packed: bool, masked: bool, group: Any) -> tuple[float, float]:
     """The largest differences of losses and of summed gradients, whole and split, relative to their size."""
-    collate = MicroBatches(MicroBatching(2, 1000, packed=packed), 0, context=RANKS)
+    collate = StepCollator(MicroBatching(2, 1000, packed=packed), 0, context=RANKS)
     batch = for_model(collate.micro_batch([{"input_ids": row, "labels": row} for row in ROWS]), masked=masked)
     total, count, gradients = computed(model, batch, None)
     mine, counted, parts = computed(model, batch, group)

@@ -17,7 +17,7 @@ from finetune.errors import MachineError
 from finetune.model.attention import backends, packing, windows
 from finetune.model.probes import causality, packed_rows
 from finetune.model.structure import sequence_head
-from finetune.training.collator import MicroBatches
+from finetune.training.collator import StepCollator
 
 SHARED: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -74,7 +74,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def packed(rows: list[list[int]]) -> dict[str, Any]:
-    return MicroBatches(MicroBatching(1, 1000, packed=True), 0).micro_batch(
+    return StepCollator(MicroBatching(1, 1000, packed=True), 0).micro_batch(
         [{"input_ids": row, "labels": row} for row in rows]
     )
 
@@ -109,7 +109,7 @@ def answers(prompt: list[int], *each: list[int]) -> dict[str, list[int]]:
 
 def sharing(rows: list[dict[str, list[int]]], *, shares: bool = True) -> dict[str, Any]:
     way = MicroBatching(1, 1000, packed=True, layout=RowLayout(("a", "b", "c")), shares=shares)
-    inputs = MicroBatches(way, 0).micro_batch(rows)
+    inputs = StepCollator(way, 0).micro_batch(rows)
     del inputs["row"]
     return inputs
 

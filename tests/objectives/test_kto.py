@@ -33,7 +33,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import kto
 from finetune.objectives.preference import Numbers
 from finetune.storage import private
-from finetune.training.collator import MicroBatches
+from finetune.training.collator import StepCollator
 from finetune.training.eval_loss import held_out_loss
 from finetune.training.loop import Loop
 from finetune.training.oom_retry import Limit
@@ -157,7 +157,7 @@ def test_the_evaluation_loss_has_one_mean_over_all_its_rows(job, tmp_path: Path)
     loop = moved(job(f"data.eval={held_out}"))
     expected, _ = gradients(loop, loop.steps.collate([loop.evaluation.rows[number] for number in range(7)]))
     assert float(loop.step.sums[8] / loop.step.sums[9]) > 0, "the mean counts"
-    by_twos = MicroBatches(replace(loop.steps.collate.way, rows=2), 0)
+    by_twos = StepCollator(replace(loop.steps.collate.way, rows=2), 0)
     for evaluation in (loop.evaluation, replace(loop.evaluation, collate=by_twos)):
         assert evaluation.value() == pytest.approx(expected, rel=1e-5)
 

@@ -30,7 +30,7 @@ from finetune.objectives import log_probs, supervised
 from finetune.objectives.preference import PAIRS
 from finetune.storage.rundir import RunDirectory
 from finetune.training import largest_batch
-from finetune.training.collator import Inputs, MicroBatches, cannot_share, first_row, halved
+from finetune.training.collator import Inputs, StepCollator, cannot_share, first_row, halved
 from finetune.training.loop import Loop
 
 
@@ -57,7 +57,7 @@ def job(tmp_path: Path, quick):
 def collated(loop: Loop, rows: list[int], *, shares: bool = True, packed: bool = True) -> Inputs:
     """Rows in one micro-batch, whose prompts are computed once or for each answer."""
     way = replace(loop.steps.collate.way, shares=shares, packed=packed)
-    return MicroBatches(way, 0).micro_batch([loop.steps.rows[row] for row in rows])
+    return StepCollator(way, 0).micro_batch([loop.steps.rows[row] for row in rows])
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_step_of_this_years_architectures_is_that_of_whole_sequences(model_typ
         rows.append({"input_ids": [*ids, *other], "labels": labels, "segments": lengths, "shared": prompt - 1})
     results = []
     for shares in (True, False):
-        batch = MicroBatches(MicroBatching(1, 1000, packed=True, layout=PAIRS, shares=shares), 3).micro_batch(rows)
+        batch = StepCollator(MicroBatching(1, 1000, packed=True, layout=PAIRS, shares=shares), 3).micro_batch(rows)
         del batch["row"]
         model.zero_grad(set_to_none=True)
         with packing.known(batch), log_probs.tiles(64, fused=True):

@@ -21,7 +21,7 @@ from finetune.model.base import load_architecture
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives.kto import LABELLED
 from finetune.objectives.preference import PAIRS
-from finetune.training.collator import Idle, Inputs, MicroBatches, first_row, halved
+from finetune.training.collator import Idle, Inputs, StepCollator, first_row, halved
 
 Held = tuple[list[int], list[int]]
 """The tokens of a row, and the labels of all but the first, which has no predecessor: no batch predicts it."""
@@ -68,7 +68,7 @@ def held(inputs: Inputs) -> list[Held]:
 def test_rows_are_collated_to_the_tensors_that_trl_makes_of_them(packed: bool) -> None:
     rows = [{"input_ids": list(range(n)), "labels": [IGNORE, *range(1, n)], "length": n} for n in (700, 3, 512)]
     expected = DataCollatorForLanguageModeling(pad_token_id=PAD, padding_free=packed)(rows)
-    found = MicroBatches(MicroBatching(3, packed=packed), PAD).micro_batch(rows)
+    found = StepCollator(MicroBatching(3, packed=packed), PAD).micro_batch(rows)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert type(found[name]) is type(value)
@@ -86,7 +86,7 @@ def test_each_half_of_a_split_is_padded_to_its_own_longest_row_and_the_first_has
     lengths: tuple[int, ...], shapes: list[tuple[int, int]]
 ) -> None:
     rows = [{"input_ids": [1] * length, "labels": [1] * length} for length in lengths]
-    halves = halved(MicroBatches(MicroBatching(8), PAD).micro_batch(rows))
+    halves = halved(StepCollator(MicroBatching(8), PAD).micro_batch(rows))
     assert halves is not None
     assert [tuple(half["input_ids"].shape) for half in halves] == shapes
 
@@ -97,7 +97,7 @@ def test_each_row_is_there_once_with_its_labels_and_nothing_else_is_trained(
 ) -> None:
     """The trained tokens are as the loss counts them: predicted from the place before, within a row."""
     rows = rows_of(step)
-    micro_batches = MicroBatches(way, PAD)(rows)
+    micro_batches = StepCollator(way, PAD)(rows)
     found = [row for inputs in micro_batches for row in held(inputs)]
     assert sorted(found) == sorted((row["input_ids"], row["labels"][1:]) for row in rows)
     trained = sum(int((inputs["labels"][:, 1:] != IGNORE).sum()) for inputs in micro_batches)
@@ -108,7 +108,7 @@ def test_each_row_is_there_once_with_its_labels_and_nothing_else_is_trained(
 def test_a_micro_batch_splits_into_two_that_hold_its_rows_in_order(
     step: list[list[tuple[int, bool]]], way: MicroBatching
 ) -> None:
-    for inputs in MicroBatches(way, PAD)(rows_of(step)):
+    for inputs in StepCollator(way, PAD)(rows_of(step)):
         whole = held(inputs)
         assert first_row(inputs) == [whole[0][0]]
         halves = halved(inputs)
@@ -127,7 +127,7 @@ def test_packed_segments_of_a_row_have_the_tokens_that_they_share_once() -> None
         "segments": [4, 5], "shared": 2,
     }  # fmt: skip
     way = MicroBatching(1, 100, packed=True, layout=PAIRS, shares=True)
-    found = MicroBatches(way, PAD).micro_batch([row, row])
+    found = StepCollator(way, PAD).micro_batch([row, row])
     assert found["input_ids"].tolist() == [[1, 2, 3, 4, 3, 5, 6] * 2]
     assert found["labels"].tolist() == [[*[IGNORE] * 3, 4, IGNORE, 5, 6] * 2]
     assert found["cu_seq_lens_q"].tolist() == [0, 4, 7, 11, 14]
@@ -139,12 +139,12 @@ def test_the_first_row_of_a_micro_batch_has_its_segment_that_goes_apart() -> Non
         {"input_ids": [first, 2, 3, first, 5], "labels": [1] * 5, "segments": [3, 2], "desirable": 1}
         for first in (7, 8)
     ]
-    inputs = MicroBatches(MicroBatching(2, layout=LABELLED), PAD).micro_batch(rows)
+    inputs = StepCollator(MicroBatching(2, layout=LABELLED), PAD).micro_batch(rows)
     assert first_row(inputs) == [[7, 2, 3], [7, 5]]
 
 
 def test_a_batch_has_an_optional_value_if_its_rows_have_it() -> None:
-    collate = MicroBatches(MicroBatching(1, layout=RowLayout(values=("weight",), optional=("margin",))), PAD)
+    collate = StepCollator(MicroBatching(1, layout=RowLayout(values=("weight",), optional=("margin",))), PAD)
     row = {"input_ids": [1, 2], "labels": [1, 2], "weight": 0.5}
     assert collate.micro_batch([{**row, "margin": 2}])["margin"].tolist() == [2.0]
     assert "margin" not in collate.micro_batch([row])
@@ -165,7 +165,7 @@ def test_a_batch_has_the_images_of_each_row_if_any_row_has_some(tmp_path: Path) 
         "input_ids": [5, *[token] * 4], "labels": [5, *[IGNORE] * 4],
         MEDIA: [vars(RowImage(data=file, digest=digest_of(file)))], MEDIA_SIZES: [32, 32, 4],
     }  # fmt: skip
-    collate = MicroBatches(MicroBatching(2), PAD, media=seen)
+    collate = StepCollator(MicroBatching(2), PAD, media=seen)
     both = collate.micro_batch([text, picture])
     assert [set(row) for row in both[MEDIA]] == [set(), {"pixel_values"}]
     assert both["token_type_ids"].tolist() == [[0] * 5, [0, 1, 1, 1, 1]]
@@ -174,7 +174,7 @@ def test_a_batch_has_the_images_of_each_row_if_any_row_has_some(tmp_path: Path) 
 
 def test_ranks_take_turns_at_the_rows_of_a_step_and_have_as_many_micro_batches() -> None:
     rows = [{"input_ids": [number] * 2, "labels": [number] * 2} for number in range(1, 6)]
-    shares = [MicroBatches(MicroBatching(2), PAD, rank, 2)(rows) for rank in range(2)]
+    shares = [StepCollator(MicroBatching(2), PAD, rank, 2)(rows) for rank in range(2)]
     taken = [
         [[row[0][0] for row in held(inputs)] for inputs in share if not isinstance(inputs, Idle)] for share in shares
     ]
@@ -191,7 +191,7 @@ def test_ranks_that_split_rows_have_the_same_ones_and_as_many_tokens_as_they_can
         {name: [number] * length for name in ("input_ids", "labels")} for number, length in enumerate((5, 3, 2, 5), 1)
     ]
     way = MicroBatching(2, 16 if packed else None, packed=packed)
-    shares = [MicroBatches(way, PAD, rank, 4, context=2)(rows) for rank in range(4)]
+    shares = [StepCollator(way, PAD, rank, 4, context=2)(rows) for rank in range(4)]
     for [one], [other] in (shares[:2], shares[2:]):
         assert {name: str(value) for name, value in one.items()} == {name: str(value) for name, value in other.items()}
     [first], [second] = shares[0], shares[2]

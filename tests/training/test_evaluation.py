@@ -16,7 +16,7 @@ from finetune.data.encoded import ANSWER, MISMATCHED, RowLayout
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES, Objective
 from finetune.training import eval_loss
-from finetune.training.collator import MicroBatches
+from finetune.training.collator import StepCollator
 from finetune.training.eval_loss import DoesNotFit, EvalLoss, held_out_loss
 from finetune.training.loop import Loop
 
@@ -70,7 +70,7 @@ def test_what_a_loss_needs_the_mean_of_over_all_rows_is_taken_before_it(loop: Lo
         {"input_ids": [first, 1, apart, 1], "labels": [1] * 4, "segments": [2, 2]}
         for first, apart in ((1, 10), (2, 20), (5, 60))
     ]
-    collate = MicroBatches(MicroBatching(2, layout=layout), 0)
+    collate = StepCollator(MicroBatching(2, layout=layout), 0)
     objective = Objective("", squares, layout=layout, evaluated=squares, step_mean=first_tokens)
     evaluation = replace(loop.evaluation, step=replace(loop.step, objective=objective))
     assert evaluation.value([collate(rows[:2]), collate(rows[2:])]) == pytest.approx((29**2 + 28**2 + 25**2) / 3)
@@ -133,7 +133,7 @@ def test_the_held_out_loss_of_a_mixture_is_that_of_its_rows_alone_however_they_a
     assert config.output_router_logits, "training goes on with it"
     collate = loop.evaluation.collate
     for way in (replace(collate.way, rows=1), replace(collate.way, packed=True)):
-        other = MicroBatches(way, collate._pad_token_id)
+        other = StepCollator(way, collate._pad_token_id)
         assert replace(loop.evaluation, collate=other).value() == pytest.approx(loss, rel=2e-6)
     config.router_aux_loss_coef = 0.0
     assert loop.evaluation.value() == loss

@@ -26,7 +26,7 @@ from finetune.runtime.randomness import RandomState
 from finetune.runtime.signals import Signals
 from finetune.training.batches import PreparedRows
 from finetune.training.callbacks import Callback, Callbacks
-from finetune.training.collator import MicroBatches
+from finetune.training.collator import StepCollator
 from finetune.training.loop import Intervals, Loop
 from finetune.training.oom_retry import Retry
 from finetune.training.progress import Progress
@@ -133,7 +133,7 @@ def made(
                   False, torch.device("cpu"), monitor),
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
         steps=PreparedRows(
-            ROWS, RowOrder([2] * len(ROWS), 2, 0, False), MicroBatches(MicroBatching(2), 0), 2, on_card=False
+            ROWS, RowOrder([2] * len(ROWS), 2, 0, False), StepCollator(MicroBatching(2), 0), 2, on_card=False
         ),
         progress=progress,
         intervals=Intervals(evaluate_every, save_every, save_best, patience),

@@ -14,7 +14,7 @@ from traces import events
 
 from finetune.data.batching import LargestBatch, MicroBatching
 from finetune.errors import ConfigError
-from finetune.training.collator import Inputs, MicroBatches, halved
+from finetune.training.collator import Inputs, StepCollator, halved
 from finetune.training.noise import Noise, noise_like
 
 CHANNELS, ALPHA = 64, 5.0
@@ -37,7 +37,7 @@ class Model(torch.nn.Module):
 
 
 def collated(*rows: list[int], packed: bool = False) -> Inputs:
-    collate = MicroBatches(MicroBatching(1, 1000, packed=True) if packed else MicroBatching(8), pad_token_id=0)
+    collate = StepCollator(MicroBatching(1, 1000, packed=True) if packed else MicroBatching(8), pad_token_id=0)
     return collate.micro_batch([{"input_ids": row, "labels": row} for row in rows])
 
 

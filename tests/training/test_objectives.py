@@ -27,7 +27,7 @@ from finetune.objectives import (
     trained_tokens,
     with_balancing,
 )
-from finetune.training.collator import MicroBatches
+from finetune.training.collator import StepCollator
 from finetune.training.loop import Loop
 
 EXACT = ["quantization.kind=none", "training.precision=fp32", "data.eval=none", "training.eval_every=null",
@@ -86,7 +86,7 @@ def give_rows(loop: Loop, layout: RowLayout) -> None:
             row |= {"teacher_ids": [one + 1 for one in row["input_ids"]]}
             row |= {"teacher_log_probs": [-1.0 / (1 + one % 3) for one in row["input_ids"]]}
         joined.append({**row, "segments": [len(each["input_ids"]) for each in several]} if layout.segments else row)
-    collate = MicroBatches(replace(loop.steps.collate.way, layout=layout), pad_token_id=0)
+    collate = StepCollator(replace(loop.steps.collate.way, layout=layout), pad_token_id=0)
     loop.steps = replace(loop.steps, rows=joined, collate=collate)
 
 
@@ -111,7 +111,7 @@ def test_the_count_and_the_gradient_of_every_objective_do_not_depend_on_the_micr
             loss, expected = gradients(loop, [whole])
             sums = loop.step.sums
             rows, collate = [loop.steps.rows[row] for row in range(8)], loop.steps.collate
-            packed = MicroBatches(replace(collate.way, rows=1, tokens=4096, packed=True), pad_token_id=0)
+            packed = StepCollator(replace(collate.way, rows=1, tokens=4096, packed=True), pad_token_id=0)
             for parts in (micro_batches(loop, range(8), 3), packed(rows[:2]) + packed(rows[2:])):
                 other, found = gradients(loop, parts)
                 assert sum(int(objective.count(part)) for part in parts) == int(count)

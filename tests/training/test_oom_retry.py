@@ -14,7 +14,7 @@ from finetune.data.batching import MicroBatching
 from finetune.data.encoded import IGNORE, MEDIA
 from finetune.objectives import OBJECTIVES
 from finetune.objectives.kto import LABELLED
-from finetune.training.collator import Inputs, MicroBatches, apart
+from finetune.training.collator import Inputs, StepCollator, apart
 from finetune.training.largest_batch import in_both_passes, longer_segment
 from finetune.training.oom_retry import Limit, Retry, UpdateStart, location_of
 
@@ -64,7 +64,7 @@ def answer(first: int, length: int, mismatched: int) -> dict[str, Any]:
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_row_that_does_not_fit_is_named_whichever_of_its_passes_it_was(packed: bool) -> None:
     rows = Dataset.from_list([answer(100, 5, 7), answer(200, 7, 5), answer(300, 5, 7)])
-    collate = MicroBatches(MicroBatching(1, 100, packed, LABELLED), 0)
+    collate = StepCollator(MicroBatching(1, 100, packed, LABELLED), 0)
     for row in rows:
         whole, warm_up = (collate.micro_batch([each]) for each in (row, in_both_passes(longer_segment(row))))
         assert [location_of(rows, each) for each in (whole, apart(whole), warm_up)] == [row["place"]] * 3
@@ -73,14 +73,14 @@ def test_the_row_that_does_not_fit_is_named_whichever_of_its_passes_it_was(packe
 
 
 def test_a_mismatched_answer_that_does_not_fit_leaves_smaller_micro_batches_whole() -> None:
-    collate, limit = MicroBatches(MicroBatching(2, layout=LABELLED), 0), Limit()
+    collate, limit = StepCollator(MicroBatching(2, layout=LABELLED), 0), Limit()
     long, short = (collate.micro_batch([answer(at, *lengths) for at in (100, 200)]) for lengths in ((4, 40), (8, 8)))
     assert limit.lower(long)
     assert [len(limit.parts([each])) for each in (long, short)] == [2, 1]
 
 
 def test_images_that_do_not_fit_leave_micro_batches_of_fewer_pixels_whole() -> None:
-    collate, limit = MicroBatches(MicroBatching(2), 0), Limit()
+    collate, limit = StepCollator(MicroBatching(2), 0), Limit()
 
     def shown(tokens: int, *pixels: int) -> Inputs:
         rows = [{"input_ids": [1] * tokens, "labels": [1] * tokens}] * 2

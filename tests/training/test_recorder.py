@@ -7,7 +7,7 @@ from finetune.data.batching import MicroBatching
 from finetune.data.encoded import IGNORE
 from finetune.objectives import OBJECTIVES
 from finetune.runtime import ranks
-from finetune.training.collator import Inputs, MicroBatches
+from finetune.training.collator import Inputs, StepCollator
 from finetune.training.recorder import StepCounts, StepNumbers
 
 ROWS = [
@@ -25,11 +25,11 @@ def counts(micro_batches: list[Inputs]) -> StepCounts:
     ("way", "positions"), [(MicroBatching(2), 14), (MicroBatching(1), 10), (MicroBatching(1, 32, packed=True), 10)]
 )
 def test_a_step_counts_its_rows_in_whatever_micro_batches(way: MicroBatching, positions: int) -> None:
-    assert counts(MicroBatches(way, 0)(ROWS)) == StepCounts(trained=6, tokens=10, positions=positions)
+    assert counts(StepCollator(way, 0)(ROWS)) == StepCounts(trained=6, tokens=10, positions=positions)
 
 
 def test_the_micro_batch_of_an_idle_rank_counts_nothing() -> None:
-    second_rank = MicroBatches(MicroBatching(1), 0, 1, 2)
+    second_rank = StepCollator(MicroBatching(1), 0, 1, 2)
     [theirs], [idle] = second_rank(ROWS), second_rank(ROWS[:1])
     assert counts([idle, theirs]) == StepCounts(trained=5, tokens=7, positions=7)
 

@@ -43,7 +43,7 @@ from finetune.resolve import planning
 from finetune.runtime import libraries
 from finetune.storage.rundir import RunDirectory
 from finetune.training import trial
-from finetune.training.collator import MicroBatches
+from finetune.training.collator import StepCollator
 from finetune.training.probe_table import PROBES, Subject
 
 _CPU = torch.device("cpu")
@@ -299,7 +299,7 @@ def _packed(copy: Copy) -> str:
     ids = copy.padded["input_ids"]
     rows = [{"input_ids": row[:length].tolist(), "labels": row[:length].tolist()}
             for row, length in zip(ids, _LENGTHS, strict=True)]  # fmt: skip
-    inputs = MicroBatches(MicroBatching(1, 1000, packed=True), 0).micro_batch(rows)
+    inputs = StepCollator(MicroBatching(1, 1000, packed=True), 0).micro_batch(rows)
     alone = copy.tried(copy.job())
     return _same(
         tried.results(packed, inputs), alone.results(alone.model(), copy.padded), "padded rows give",
