@@ -1,8 +1,16 @@
 """The label mask: which tokens of a conversation are the assistant's.
 
 Each assistant turn is trained once, including its end-of-turn token, and nothing else is. If the template marks
-assistant turns (`{% generation %}`), the marks are used. Otherwise the conversation is rendered up to each turn, and
-the mask is accepted only if the shorter rendering is a token prefix of the longer one.
+assistant turns (`{% generation %}`), the marks are used. Otherwise, or if the marks do not map to tokens, the
+conversation is rendered up to the start and to the end of each turn. Usually both renderings are token prefixes of the
+whole. Where one is not, the turn is found by, in this order:
+
+    its start   the tokens before a thought that the prompt alone opens (`_start`)
+    its end     a closing without words that also ends the whole conversation (`_turn_end`)
+                the first end of a turn, if the decoded text before it is the message's (`_turn_end`)
+                the places of texts: the first end of a turn after those of this one (`_end_in_whole`)
+
+A turn for which none of these holds is refused.
 """
 
 from __future__ import annotations
@@ -219,7 +227,7 @@ def _by_marks(example: Chat, turns: list[int], whole: Tokenized, tokenizer: Any)
 
 
 def _by_prefixes(
-    example: Chat, turns: list[int], ids: list[int], whole: _Rendering, tokenizer: Any
+    example: Chat, turns: list[int], ids: list[int], rendered: _Rendering, tokenizer: Any
 ) -> Asking[list[TokenSpan]]:
     """Spans found by rendering the conversation up to the start and to the end of each turn."""
     spans = []
@@ -234,7 +242,7 @@ def _by_prefixes(
         if start is not None:
             end = yield from _turn_end(example, turn, ids, start, tokenizer)
             if end is None:
-                end = _end_in_whole(whole, turn, ids, start, tokenizer)
+                end = _end_in_whole(rendered, turn, ids, start, tokenizer)
             # A prompt that ends with a closed thought would not let the model write its own.
             thought = _thought(example, turn, tokenizer)
             closed = "</think>" in tokenizer.decode(before[start:])
@@ -271,7 +279,7 @@ def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: A
     shared = in_common(ids, after)
     closing = after[shared:]
     if shared > start and not _words(closing, tokenizer) and ids[len(ids) - len(closing) :] == closing:
-        return shared  # the rest is how the template closes any conversation (Phi 3)
+        return shared  # usually nothing is left; or the rest is how the template closes any conversation (Phi 3)
     # Templates of reasoning models render the last answer with its reasoning and earlier ones without. The turn then
     # ends with its first end-of-turn token, provided that its text is that of the message.
     ends = template.end_of_turn(tokenizer)
@@ -287,18 +295,18 @@ def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: A
     return None
 
 
-def _end_in_whole(whole: _Rendering, turn: int, ids: list[int], start: int, tokenizer: Any) -> int | None:
+def _end_in_whole(rendered: _Rendering, turn: int, ids: list[int], start: int, tokenizer: Any) -> int | None:
     """The end of a turn by the places of all texts: after the first end-of-turn token that follows those of the turn.
 
     Templates of reasoning models render a call otherwise once its result follows. None if other texts come first.
     """
     ends = template.end_of_turn(tokenizer)
-    if ends is None or not whole.places:
+    if ends is None or not rendered.places:
         return None
-    first = next((at for at, place in enumerate(whole.places) if place.message == turn and not place.again), None)
+    first = next((at for at, place in enumerate(rendered.places) if place.message == turn and not place.again), None)
     if first is None:
         return None
-    rest = whole.places[first:]
+    rest = rendered.places[first:]
     own = list(itertools.takewhile(lambda place: place.message == turn, rest))
     if late := [place for place in rest[len(own) :] if place.message == turn and not place.again]:
         between = next(place.message for place in rest[len(own) :] if place.start < late[0].start)
@@ -307,13 +315,13 @@ def _end_in_whole(whole: _Rendering, turn: int, ids: list[int], start: int, toke
             "trained as one answer; write that part, such as the content beside a call, in a message of its own"
         )
     name = tokenizer.convert_ids_to_tokens(ends)
-    after = whole.text.find(name, own[-1].end, rest[len(own)].start if len(own) < len(rest) else None)
+    after = rendered.text.find(name, own[-1].end, rest[len(own)].start if len(own) < len(rest) else None)
     positions = [at for at, token in enumerate(ids) if token == ends]
-    if after < 0 or len(positions) < (number := whole.text.count(name, 0, after)) + 1:
+    if after < 0 or len(positions) < (number := rendered.text.count(name, 0, after)) + 1:
         return None
     end = positions[number] + 1
     decoded = _letters(tokenizer.decode(ids[start:end]))
-    return end if end > start and _letters(whole.text[own[0].start : after]) in decoded else None
+    return end if end > start and _letters(rendered.text[own[0].start : after]) in decoded else None
 
 
 def _closed(ids: list[int], start: int, end: int, turn: int, tokenizer: Any) -> TokenSpan:
