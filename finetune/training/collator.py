@@ -136,7 +136,7 @@ class StepCollator:
         ids, labels = (np.concatenate(each) for each in zip(*sequences, strict=True))
         ids = np.concatenate([ids, np.full(padding, self._pad_token_id)])
         labels = np.concatenate([labels, np.full(padding, IGNORE)])
-        places = packing.places(lengths, shared)
+        places = packing.places(lengths, shared)  # by which attention keeps sequences apart
         if not self.way.layout.scored:
             labels[places["cu_seq_lens_q"][:-1].numpy()] = IGNORE  # nothing predicts the first token of a sequence
         return {"input_ids": _tensor(ids)[None], "labels": _tensor(labels)[None], **places}

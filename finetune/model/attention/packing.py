@@ -12,6 +12,9 @@ Sequences that begin with the same tokens, such as both answers to a prompt, can
 of them (arXiv 2410.20305). The others then consist of the tokens that follow, at the positions after the shared ones,
 and attention sees the keys and values of the shared tokens before their own: `key_parts` has the lengths of the parts
 into which keys are split, and the order in which parts make up the sequences, whose starts are `cu_seq_lens_k`.
+
+What keeps rows apart in a step: `training.collator` joins them and adds `places`; `backends.choose` gives the model the
+name of a `variant` when it is loaded; and the function that `register` has given that name splits by `cu_seq_lens_q`.
 """
 
 from __future__ import annotations
