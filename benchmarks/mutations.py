@@ -81,7 +81,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "finetune.data.encoded": "lengths_of segments_of",
             "finetune.training.collator": "StepCollator.__call__ StepCollator.micro_batch halved first_row "
             "_sequences",
-            "finetune.training.oom_retry": "Limit.parts Limit.lower Retry.forward_backward Retry.update "
+            "finetune.training.oom_retry": "Limit.parts Limit.lower Retry.fitting_forward_backward Retry.update "
             "StepStart.restore UpdateStart.undo",
             "finetune.training.eval_loss": "summed_loss _sums EvalLoss.value EvalLoss.sums",
             "finetune.model.distributed.engine": "OneProcess.backward OneProcess._clip OneProcess.update",

@@ -135,7 +135,7 @@ def gradients(loop: Loop, inputs: list[Inputs], seed: int = 0) -> tuple[float, d
     model = loop.step.model
     model.zero_grad(set_to_none=True)
     counts = StepCounts.of(inputs, loop.step.objective)
-    loss = loop.retry.forward_backward(loop.step, inputs, counts.trained)
+    loss = loop.retry.fitting_forward_backward(loop.step, inputs, counts.trained)
     found = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
     model.zero_grad(set_to_none=True)
     return float(loss), found

@@ -91,7 +91,7 @@ class Loop:
         """Take one optimizer step, do what is due after it, and return whether it was the last one."""
         step, progress = self.step, self.progress
         counts = StepCounts.of(micro_batches, step.objective).of_all_ranks(step.device, step.context)
-        loss = self.retry.forward_backward(step, micro_batches, counts.trained, progress.step)
+        loss = self.retry.fitting_forward_backward(step, micro_batches, counts.trained, progress.step)
         with step.monitor.phase("optimizer"):
             grad_norm = step.clip()
             # A save may overlap only one forward and backward pass: if it fell further behind, a kill could cost more

@@ -148,7 +148,7 @@ class Retry:
     report: Report
     limit: Limit = field(default_factory=Limit)
 
-    def forward_backward(
+    def fitting_forward_backward(
         self, step: Step, micro_batches: list[Inputs], count: LossCount, number: int = 0
     ) -> torch.Tensor:
         """`Step.forward_backward` with retries, by all ranks alike. Raises for a single row, after `give_up`.
@@ -187,7 +187,8 @@ class Retry:
         """Run the passes of a step; returns their value, and how they failed for lack of memory, if so."""
         begun: list[Inputs] = []  # memory may run out before the first one, and then none is split
         try:
-            return passes(self.limit.parts(micro_batches), begin=begun.append), None, None
+            micro_batches = self.limit.parts(micro_batches)
+            return passes(micro_batches, begin=begun.append), None, None
         except (MemoryError, RuntimeError) as error:
             # A failed collective cannot be repeated: its communicator is lost, and the other ranks wait in it.
             if not is_out_of_memory(error) or not begun or isinstance(error, DistError):

@@ -57,7 +57,7 @@ def _run_largest(step: Step, steps: StepSource, retry: Retry, evaluation: Evalua
         if step.device.type == "cpu":
             waiting = [inputs, *(deepcopy(inputs) for _ in range(largest.micro_batches - 1))]
         count = engine.warm_up_count(int(step.objective.count(inputs)))
-        retry.forward_backward(step, [inputs] * passes, count)
+        retry.fitting_forward_backward(step, [inputs] * passes, count)
         _without_effect(step, engine.empty_update)
     if evaluation:
         evaluation.warm_up()

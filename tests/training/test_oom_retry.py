@@ -50,7 +50,7 @@ def test_the_error_of_a_step_that_cannot_be_repeated_is_not_its_own_cause() -> N
     report = Mock()
     report.not_repeatable.side_effect = lambda error, inputs: error
     with pytest.raises(torch.OutOfMemoryError, match="no room") as caught:
-        Retry(report).forward_backward(step, [{"input_ids": torch.zeros(1, 2)}], 1)
+        Retry(report).fitting_forward_backward(step, [{"input_ids": torch.zeros(1, 2)}], 1)
     assert caught.value.__cause__ is None
 
 
