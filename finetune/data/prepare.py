@@ -105,7 +105,7 @@ def prepare(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> 
     check_columns(section)
     preparation = Preparation(section, tokenizer, media)
     problems = Problems()
-    train_rows, eval_rows = _train_and_held_out(preparation, problems)
+    train_rows, _ = _train_and_held_out(preparation, problems)
     train, train_counts = preparation.prepared("train", train_rows, problems)
     where = f"`data.train` ({named(section.train)})"
     if not train_counts.rows:
@@ -117,7 +117,7 @@ def prepare(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> 
             else f"{where} has no rows"
         )
     held_out, eval_counts, warning = None, None, None
-    if eval_rows is not None:
+    if section.eval != "none":
         try:
             held_out, eval_counts = _held_out(preparation)
         except (_NothingHeldOut, OnePrompt) as error:
@@ -151,6 +151,90 @@ def prepare(section: DataSection, tokenizer: Any, media: Media = TEXT_ALONE) -> 
             use = replace(use, rows=own)
         splits.append(use)
     return Prepared(train, held_out, train_counts, eval_counts, warning, media, tuple(splits))
+
+
+def _train_and_held_out(preparation: Preparation, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] | None]:
+    """Training and held-out rows; problems with either are added to `problems` and raised after the last row."""
+    section = preparation.section
+    train = sources.rows(section.train, "train", problems, section.encoding)
+    if section.eval == "none":
+        return train, None
+    if section.eval != "auto":
+        sources.refuse_shared(section.train, section.eval)
+        return train, sources.rows(section.eval, "eval", problems, section.encoding)
+    own: list[str | Source] = [
+        entry for entry in entries(section.train) if sources.kind_of(entry.source).holds_out(entry.source)
+    ]
+    sources.refuse_shared(section.train, own)
+    held_out = sources.rows(own, "eval", problems, section.encoding)
+    drawn_from = {entry.source for entry in entries(section.train)} - {entry.source for entry in entries(own)}
+    if not drawn_from:
+        return train, held_out
+
+    def side(rows: Iterable[Row], *, drawn: bool) -> Iterator[Row]:
+        below = _held_out_below(section, drawn_from, preparation.trains)
+        yield from (row for row in rows if (row.source in drawn_from and row.share() < below) == drawn)
+
+    again = sources.rows(section.train, "train", problems, section.encoding)
+    return side(train, drawn=False), itertools.chain(held_out, side(again, drawn=True))
+
+
+_TRIED_ROWS = 256
+
+
+def _held_out_below(section: DataSection, drawn_from: set[str], trains: Callable[[Row], bool]) -> float:
+    """The value of `Row.share` below which rows of the sources `drawn_from` are held out: `eval_share`, or more for ten
+    different rows.
+
+    Of fewer than fifty different rows, ten are too many to spare; then it is `eval_share` unless that leaves one split
+    empty, and the row with the smallest or largest value, and any equal to it, is moved to that split. If all rows are
+    equal, none is held out. Rows without trained tokens do not count; only the first `_TRIED_ROWS` are tokenized to
+    find out.
+    """
+    share = section.eval_share
+    least: list[float] = []  # the smallest values, in order
+    different: set[float] = set()
+    greatest = 0.0
+    try:
+        rows = (row for row in sources.rows(section.train, encoding=section.encoding) if row.source in drawn_from)
+        for number, row in enumerate(rows):
+            value = row.share()
+            matters = len(least) < ROWS_TO_JUDGE or value < least[-1] or value > greatest
+            if value in different or not (matters or len(different) < _ROWS_TO_SPARE_SOME):
+                continue
+            if number < _TRIED_ROWS and not trains(row):
+                continue
+            greatest = max(greatest, value)
+            if value not in least:
+                least = sorted([*least, value])[:ROWS_TO_JUDGE]
+            if len(different) < _ROWS_TO_SPARE_SOME:
+                different.add(value)
+            # With the usual share, this is known within a few hundred rows.
+            if len(different) == _ROWS_TO_SPARE_SOME and least[-1] < share <= greatest:
+                return share
+    except DataError:  # raised again where the rows are prepared
+        return share
+    if len(different) < _ROWS_TO_SPARE_SOME:
+        least = least[:1]
+    return min(max(share, math.nextafter(least[-1], 1)), greatest) if least and least[0] < greatest else 0.0
+
+
+class _NothingHeldOut(DataError):
+    """The evaluation set is empty, though one was requested."""
+
+
+def _held_out(preparation: Preparation) -> tuple[Any, Counts]:
+    section, problems = preparation.section, Problems()
+    _, rows = _train_and_held_out(preparation, problems)
+    if rows is None:
+        raise DataError("there are no held-out rows, because `data.eval` is `none`")
+    held_out, counts = preparation.prepared("eval", rows, problems)
+    if not counts.rows:
+        raise _NothingHeldOut(
+            f"no held-out row is left (`data.eval: {named(section.eval)}`, share {section.eval_share}, "
+            f"{counts.dropped} dropped); set `data.eval` to a file, a larger `data.eval_share`, or `data.eval: none`"
+        )
+    return held_out, counts
 
 
 def classes(section: DataSection) -> list[str]:
@@ -326,90 +410,6 @@ def held_out_rows(section: DataSection, tokenizer: Any, media: Media = TEXT_ALON
     held_out = iter(eval_rows or ())
     first = next(held_out, None)
     yield from train_rows if first is None else itertools.chain([first], held_out)
-
-
-def _train_and_held_out(preparation: Preparation, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] | None]:
-    """Training and held-out rows; problems with either are added to `problems` and raised after the last row."""
-    section = preparation.section
-    train = sources.rows(section.train, "train", problems, section.encoding)
-    if section.eval == "none":
-        return train, None
-    if section.eval != "auto":
-        sources.refuse_shared(section.train, section.eval)
-        return train, sources.rows(section.eval, "eval", problems, section.encoding)
-    own: list[str | Source] = [
-        entry for entry in entries(section.train) if sources.kind_of(entry.source).holds_out(entry.source)
-    ]
-    sources.refuse_shared(section.train, own)
-    held_out = sources.rows(own, "eval", problems, section.encoding)
-    drawn_from = {entry.source for entry in entries(section.train)} - {entry.source for entry in entries(own)}
-    if not drawn_from:
-        return train, held_out
-
-    def side(rows: Iterable[Row], *, drawn: bool) -> Iterator[Row]:
-        below = _held_out_below(section, drawn_from, preparation.trains)
-        yield from (row for row in rows if (row.source in drawn_from and row.share() < below) == drawn)
-
-    again = sources.rows(section.train, "train", problems, section.encoding)
-    return side(train, drawn=False), itertools.chain(held_out, side(again, drawn=True))
-
-
-_TRIED_ROWS = 256
-
-
-def _held_out_below(section: DataSection, drawn_from: set[str], trains: Callable[[Row], bool]) -> float:
-    """The value of `Row.share` below which rows of the sources `drawn_from` are held out: `eval_share`, or more for ten
-    different rows.
-
-    Of fewer than fifty different rows, ten are too many to spare; then it is `eval_share` unless that leaves one split
-    empty, and the row with the smallest or largest value, and any equal to it, is moved to that split. If all rows are
-    equal, none is held out. Rows without trained tokens do not count; only the first `_TRIED_ROWS` are tokenized to
-    find out.
-    """
-    share = section.eval_share
-    least: list[float] = []  # the smallest values, in order
-    different: set[float] = set()
-    greatest = 0.0
-    try:
-        rows = (row for row in sources.rows(section.train, encoding=section.encoding) if row.source in drawn_from)
-        for number, row in enumerate(rows):
-            value = row.share()
-            matters = len(least) < ROWS_TO_JUDGE or value < least[-1] or value > greatest
-            if value in different or not (matters or len(different) < _ROWS_TO_SPARE_SOME):
-                continue
-            if number < _TRIED_ROWS and not trains(row):
-                continue
-            greatest = max(greatest, value)
-            if value not in least:
-                least = sorted([*least, value])[:ROWS_TO_JUDGE]
-            if len(different) < _ROWS_TO_SPARE_SOME:
-                different.add(value)
-            # With the usual share, this is known within a few hundred rows.
-            if len(different) == _ROWS_TO_SPARE_SOME and least[-1] < share <= greatest:
-                return share
-    except DataError:  # raised again where the rows are prepared
-        return share
-    if len(different) < _ROWS_TO_SPARE_SOME:
-        least = least[:1]
-    return min(max(share, math.nextafter(least[-1], 1)), greatest) if least and least[0] < greatest else 0.0
-
-
-class _NothingHeldOut(DataError):
-    """The evaluation set is empty, though one was requested."""
-
-
-def _held_out(preparation: Preparation) -> tuple[Any, Counts]:
-    section, problems = preparation.section, Problems()
-    _, rows = _train_and_held_out(preparation, problems)
-    if rows is None:
-        raise DataError("there are no held-out rows, because `data.eval` is `none`")
-    held_out, counts = preparation.prepared("eval", rows, problems)
-    if not counts.rows:
-        raise _NothingHeldOut(
-            f"no held-out row is left (`data.eval: {named(section.eval)}`, share {section.eval_share}, "
-            f"{counts.dropped} dropped); set `data.eval` to a file, a larger `data.eval_share`, or `data.eval: none`"
-        )
-    return held_out, counts
 
 
 def check_columns(section: DataSection) -> None:
