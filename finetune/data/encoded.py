@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     import numpy as np
 
 IGNORE = -100
-"""The label of a token that is not trained."""
+"""The label of a token that is not trained.
+
+Labels are not shifted: a trained token's label is its own id, here and in batches. The head shifts them
+(`objectives.fused_head`): the state of each token is scored with the label of the next one, so scores are (sequences or
+1 if packed, tokens - 1). Nothing predicts the first token of a sequence, which counts never include. Of a padded one
+the shift leaves its label out; of packed ones, which follow one another, the collator sets it to IGNORE.
+"""
 
 TEACHER = ("teacher_ids", "teacher_log_probs")
 """The columns of a teacher's values, k for each token, one token after the other; in a batch (sequences, tokens, k)."""
@@ -145,7 +151,7 @@ class Segment:
 
     @property
     def trained(self) -> int:
-        """Number of trained tokens; the first is one only if it is scored, because nothing predicts it."""
+        """Number of trained tokens; the first is one only if it is scored (see IGNORE)."""
         first = bool(self.labels) and self.labels[0] != IGNORE and not self.scored
         return len(self.labels) - self.labels.count(IGNORE) - first
 

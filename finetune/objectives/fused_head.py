@@ -60,7 +60,7 @@ def add(model: Any) -> None:
         hidden = output.last_hidden_state
         if shift_labels is None:
             assert labels is not None
-            hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
+            hidden, shift_labels = hidden[:, :-1], labels[:, 1:]  # see `encoded.IGNORE`
             words = None if words is None else words[:, 1:]
         scores = scored(model, hidden, shift_labels, words)
         assert scores.log_probs is not None

@@ -36,7 +36,7 @@ SETTINGS = tuple(PreferenceSection.model_fields)
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:
-    """Number of trained tokens: labels other than -100, except the first of each row, which nothing predicts."""
+    """Number of trained tokens: labels other than -100, except the first of each row (see `encoded.IGNORE`)."""
     return (batch["labels"][:, 1:] != -100).sum()
 
 
