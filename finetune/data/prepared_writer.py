@@ -100,8 +100,8 @@ _Tokens = Encoded | DataError | Unusable
 class Preparation:
     """How rows become tokens: the settings that determine the rows of the training and of the evaluation set.
 
-    Batches of rows go through four stages: `_read` makes their content, `_measured` the sizes of what they show,
-    `_encoded` their tokens, and `_kept` drops, cuts or keeps them.
+    `_rows_to_train` takes batches of rows through four stages: `_read` makes their content, `_measured` the sizes of
+    what they show, `_encoded` their tokens, and `_Selection.kept` drops, cuts or keeps them.
     """
 
     section: DataSection
@@ -114,7 +114,7 @@ class Preparation:
         def fill(folder: Path) -> None:
             counts = Counts()
             with writer(folder / _ROWS, media=bool(self.media)) as write, problems:
-                for kept in self._kept(rows, problems, counts):
+                for kept in self._rows_to_train(rows, problems, counts):
                     write(kept)
                     problems.stop_at(len(problems.found))
             if ANSWER in counts.segments:
@@ -127,11 +127,30 @@ class Preparation:
         folder = cache.entry(lambda: self._key(split), fill)
         return mapped(folder / _ROWS), Counts.of_stored(json.loads((folder / _COUNTS).read_text(encoding="utf-8")))
 
+    def _rows_to_train(
+        self, rows: Iterable[Row], problems: Problems, counts: Counts
+    ) -> Iterator[list[tuple[Row, Encoded]]]:  # fmt: skip
+        """Yield the rows to train, a batch at a time, and count them; errors become `problems`, in the rows' order."""
+        selection = _Selection(self.section, counts.affected)
+        for batch in self._read(rows, problems, counts.traits.unused):
+            known, kept = len(problems.found), []
+            for read, tokens in self._encoded([*self._measured(batch)]):
+                try:
+                    own = selection.kept(read.row, tokens)
+                except DataError as error:
+                    # Reading ahead may already have added problems of later rows; insert this one before them.
+                    problems.add(error, at=read.before + len(problems.found) - known)
+                    continue
+                if own and not isinstance(read.content, Exception):
+                    counts.add(read.content, own)
+                kept += [(read.row, each) for each in own]
+            yield kept
+
     def trains(self, row: Row) -> bool:
         """Whether a token of this row would be trained, if it has no error, which `prepared` raises."""
         problems = Problems()
         try:
-            return any([*self._kept([row], problems, Counts())]) or bool(problems.found)
+            return any([*self._rows_to_train([row], problems, Counts())]) or bool(problems.found)
         except DataError:
             return True
 
@@ -270,25 +289,6 @@ class Preparation:
                     yield read, error
                 else:
                     yield read, found
-
-    def _kept(
-        self, rows: Iterable[Row], problems: Problems, counts: Counts
-    ) -> Iterator[list[tuple[Row, Encoded]]]:  # fmt: skip
-        """Yield the rows to train, a batch at a time, and count them; errors become `problems`, in the rows' order."""
-        selection = _Selection(self.section, counts.affected)
-        for batch in self._read(rows, problems, counts.traits.unused):
-            known, kept = len(problems.found), []
-            for read, tokens in self._encoded([*self._measured(batch)]):
-                try:
-                    own = selection.kept(read.row, tokens)
-                except DataError as error:
-                    # Reading ahead may already have added problems of later rows; insert this one before them.
-                    problems.add(error, at=read.before + len(problems.found) - known)
-                    continue
-                if own and not isinstance(read.content, Exception):
-                    counts.add(read.content, own)
-                kept += [(read.row, each) for each in own]
-            yield kept
 
 
 @dataclass
