@@ -69,8 +69,13 @@ class Loop:
         try:
             steps = self._epoch(resumed_from)
             over = self.evaluate_if_owed()
-            while not over and not any(map(self.take_step, steps)):
-                steps = self._epoch()
+            while not over:
+                for micro_batches in steps:
+                    over = self.take_step(micro_batches)
+                    if over:
+                        break
+                else:
+                    steps = self._epoch()
         except DataError as error:
             raise self._saved_despite(error) from None
         self.recorder.ended()
