@@ -65,7 +65,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     "masks": (
         {
             "finetune.data.tokenizing": "answered _tokenized _runs",
-            "finetune.data.chat": "heads is_empty trained_turns _encoding _segment _closed _end _tokens",
+            "finetune.data.chat": "heads is_empty trained_turns _encoding _segment _with_end _end _tokens",
             "finetune.data.encoded": "Encoded.trained Segment.trained Segment.cut",
             "finetune.data.masks": "answer_turns mask marks_generation "
             "rendering _by_marks _by_prefixes _turn_end _closed _wordless _words",

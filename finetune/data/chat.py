@@ -76,7 +76,7 @@ def _head(example: Example, ids: list[int], tokenizer: Any, control_tokens: Cont
     before, bos, system, tools = control.around(tokenizer).before, tokenizer.bos_token_id, 0, (0, 0)
     first = len(before) if before and ids[: len(before)] == before else int(ids[:1] == [bos] and bos not in ids[1:])
     if isinstance(example, Chat):
-        example = _read(example, tokenizer, control_tokens)
+        example = _escaped(example, tokenizer, control_tokens)
         if example.messages[0]["role"] == "system":
             with contextlib.suppress(RowError):
                 system = in_common(ids, (yield from masks.rendering(example, 1, tokenizer)).ids)
@@ -153,7 +153,7 @@ def trained_turns(example: Chat, loss_on: LossOn) -> list[int]:
 Readable = TypeVar("Readable", bound=Example)
 
 
-def _read(example: Readable, tokenizer: Any, control_tokens: ControlTokens) -> Readable:
+def _escaped(example: Readable, tokenizer: Any, control_tokens: ControlTokens) -> Readable:
     """The example, escaped unless control tokens in its text are to be parsed."""
     return control.escaped(example, tokenizer) if control_tokens == "text" else example
 
@@ -172,7 +172,7 @@ def _encoding(content: Content, tokenizer: Any, loss_on: LossOn, control_tokens:
 
 
 def _segment(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: ControlTokens) -> Asking[Segment]:
-    example = _read(example, tokenizer, control_tokens)
+    example = _escaped(example, tokenizer, control_tokens)
     if loss_on == "end":
         return (yield from _scored(example, tokenizer))
     match example:
@@ -194,7 +194,7 @@ def _segment(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: 
             # Prompt and completion are tokenized separately, as in generation, so no token spans the boundary.
             prompt = yield from _text(text, escaped, tokenizer, continued=True)
             completion = (yield TextPart(answer, escaped=escaped)).ids
-            completion, end = _closed(completion, prompt + completion, tokenizer)
+            completion, end = _with_end(completion, prompt + completion, tokenizer)
             ids = prompt + completion
             labels = [IGNORE] * len(prompt) + completion[:end] + [IGNORE] * (len(completion) - end)
             return Segment(ids, list(ids) if loss_on == "all" else labels, escaped=escaped)
@@ -202,7 +202,7 @@ def _segment(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: 
             return _tokens(example, tokenizer)
         case Text(text, escaped):
             ids = yield from _text(text, escaped, tokenizer)
-            ids, _ = _closed(ids, ids, tokenizer)
+            ids, _ = _with_end(ids, ids, tokenizer)
             return Segment(ids, list(ids), escaped=escaped)
 
 
@@ -227,7 +227,7 @@ def _scored(example: Example, tokenizer: Any) -> Asking[Segment]:
 
 
 def _prompt(example: Example, tokenizer: Any, control_tokens: ControlTokens) -> Asking[list[int]]:
-    example = _read(example, tokenizer, control_tokens)
+    example = _escaped(example, tokenizer, control_tokens)
     match example:
         case Chat(messages):
             return (yield from masks.rendering(example, len(messages), tokenizer, prompt=True, checked=True)).ids
@@ -252,7 +252,7 @@ def _text(text: str, escaped: bool, tokenizer: Any, *, continued: bool = False) 
     return ids if continued or rendered or _end(ids, tokenizer) is not None else ids + after
 
 
-def _closed(ids: list[int], row: list[int], tokenizer: Any) -> tuple[list[int], int]:
+def _with_end(ids: list[int], row: list[int], tokenizer: Any) -> tuple[list[int], int]:
     """The tokens of the last part of a `row` with what ends it, and how many of them a model writes.
 
     That is EOS, unless the text has an end: then nothing is added, and a model stops there, though a chat template
