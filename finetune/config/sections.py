@@ -300,7 +300,7 @@ class TrainingSection(Section):
 
     @property
     def rows(self) -> int:
-        """The micro-batch as a number, once `auto` was fitted."""
+        """The rows of a micro-batch: `micro_batch` as a number, once `auto` was fitted."""
         assert self.micro_batch != "auto", "fitted before anything is built"
         return self.micro_batch
 

@@ -19,8 +19,9 @@ IGNORE = -100
 
 Labels are not shifted: a trained token's label is its own id, here and in batches. The head shifts them
 (`objectives.fused_head`): the state of each token is scored with the label of the next one, so scores are (sequences or
-1 if packed, tokens - 1). Nothing predicts the first token of a sequence, which counts never include. Of a padded one
-the shift leaves its label out; of packed ones, which follow one another, the collator sets it to IGNORE.
+1 if packed, tokens - 1). Nothing predicts the first token of a sequence, so it is not counted. Of a padded sequence
+the shift leaves its label out; of packed ones, which follow one another, the collator sets it to IGNORE. A sequence
+that is `scored` as a whole keeps it.
 """
 
 TEACHER = ("teacher_ids", "teacher_log_probs")
