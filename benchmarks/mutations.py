@@ -102,7 +102,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     ),
     "checkpoints": (
         {
-            "finetune.storage.checkpoint": "Contents.bytes write _safetensors _write _json "
+            "finetune.storage.checkpoint": "Contents.bytes write _write _json "
             "_sha256 problems_of manifest_of _problems_of_file newest_valid set_aside prune _is_whole "
             "read_tensors",
             "finetune.storage.records": "read_bytes read read_lines check _message",
