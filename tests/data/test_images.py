@@ -69,7 +69,12 @@ def test_a_bound_on_pixels_is_kept_by_tokens_and_pixels_alike_or_refused(tmp_pat
 
 def of_base(folder: Path, **changes: Any) -> Vision:
     config = BF16.changed({"model.name": str(folder), "model.vision": "frozen", **changes})
-    found = of(config, load_architecture(config.model), load_tokenizer(config.model, config.data))
+    found = of(
+        config.model,
+        config.data.image_pixels,
+        load_architecture(config.model),
+        load_tokenizer(config.model, config.data),
+    )
     assert found is not None
     return found
 

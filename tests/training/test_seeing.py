@@ -202,7 +202,7 @@ def test_the_pass_at_the_start_keeps_what_a_step_does_and_draws_no_random_number
     settings = config(job[1], **{"memory.checkpointing": "all", "adapter.dropout": 0.1})
     model = ready(settings).step.model
     tokenizer = load_tokenizer(settings.model, settings.data)
-    seen = base_vision.of(settings, load_architecture(settings.model), tokenizer)
+    seen = base_vision.of(settings.model, settings.data.image_pixels, load_architecture(settings.model), tokenizer)
     assert seen is not None
     sample = seen.sample()
 
