@@ -138,7 +138,7 @@ class StepCollator:
         labels = np.concatenate([labels, np.full(padding, IGNORE)])
         places = packing.places(lengths, shared)  # by which attention keeps sequences apart
         if not self.way.layout.scored:
-            labels[places["cu_seq_lens_q"][:-1].numpy()] = IGNORE  # see there
+            labels[places["cu_seq_lens_q"][:-1].numpy()] = IGNORE  # see encoded.IGNORE
         return {"input_ids": _tensor(ids)[None], "labels": _tensor(labels)[None], **places}
 
     def idle(self) -> Idle:

@@ -72,6 +72,7 @@ class Loop:
             while not over:
                 for micro_batches in steps:
                     over = self.take_step(micro_batches)
+                    del micro_batches  # before the next step's are made
                     if over:
                         break
                 else:

@@ -173,11 +173,12 @@ class Retry:
                 return value
             start.restore()
             if row := self._make_smaller(step, failures):
-                if step.engine.world_size > 1:
-                    error = StepOutOfMemoryError(row.reason, on_all_ranks=True)
-                assert error
-                self.report.give_up(error, row.inputs, **row.named(step))
-                raise error  # with the frames of the failed pass, for an allocator's snapshot
+                # `error` stays alive, with the frames of the failed pass, for an allocator's snapshot.
+                shared = step.engine.world_size > 1
+                ending = StepOutOfMemoryError(row.reason, on_all_ranks=True) if shared else error
+                assert ending
+                self.report.give_up(ending, row.inputs, **row.named(step))
+                raise ending
             del error  # its frames hold memory of the failed pass
             release()
 

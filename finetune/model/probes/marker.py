@@ -87,7 +87,8 @@ def under_way(name: str, device: torch.device) -> Iterator[None]:
         stays = False
     except Exception:
         if stays := probes.gpu_failed():
-            os.write(file.descriptor, b"the GPU failed\n")
+            with contextlib.suppress(OSError):
+                os.write(file.descriptor, b"the GPU failed\n")
         raise
     finally:
         _file = outer
