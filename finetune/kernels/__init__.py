@@ -79,8 +79,8 @@ class Attached:
 def attach(model: Any, fused: str, *, triton: bool = True, without: Collection[str] = ()) -> Attached:
     """Replace the modules of `model`, wrapped by PEFT or not, that kernels can compute; none if `fused` is `off`.
 
-    An MLP that is not replaced still takes long inputs in tiles. `triton`: whether Triton kernels run on the device;
-    `without`: the kernels that do not replace any.
+    An MLP that is not replaced still takes long inputs in tiles. `triton`: False if the device needs Triton
+    and cannot run it; a CPU needs none (`ops`). `without`: the kernels that do not replace any.
     """
     attached = Attached()
     if fused != "off" and triton:

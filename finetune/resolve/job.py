@@ -25,10 +25,11 @@ which kernels are off, how the weights are held, or how much memory a step takes
 class Job:
     """A job as far as it is resolved.
 
-    `asked` is what the person wrote, `config` what holds. `earlier` is the run directory, unless this start is the
-    first. `architecture` is transformers' config of the base, None where that cannot be loaded. `data` are the prepared
-    rows, None before they are read, and where a plan does without. `kernels_off` are the fused kernels, or `loss`, to
-    do without. `why` has by key the reason of a value that was `auto`, and `notes` what was said of keys, by `say`.
+    `asked` is what the person wrote, `config` what holds. `earlier` is the directory of a run that may have had an
+    earlier start, None with `--fresh` and in a plan. `architecture` is transformers' config of the base, None where
+    that cannot be loaded. `data` are the prepared rows, None before they are read, and where a plan does without.
+    `kernels_off` are the fused kernels, or `loss`, to do without. `why` has by key the reason of a value that was
+    `auto`, and `notes` what was said of keys, by `say`.
     """
 
     asked: Config

@@ -106,6 +106,7 @@ class Monitor:
         self._count: TensorCount | None = None
         self._step: dict[str, Peak] = {}
         self.run: dict[str, Peak] = {}
+        """The peaks of the run so far, by phase."""
 
     def include(self, model: torch.nn.Module) -> None:
         """Count the weights of the run's model also where an earlier run has loaded them."""

@@ -146,7 +146,11 @@ def _beyond(name: str) -> int:
 
 @contextlib.contextmanager
 def known(inputs: dict[str, Any]) -> Iterator[None]:
-    """In the block, transformers takes from here whether the micro-batch `inputs` is packed, not from its positions."""
+    """In the block, transformers takes from here whether the micro-batch `inputs` is packed, not from its positions.
+
+    Finding out from positions would wait for the GPU. With row numbers, transformers asks for a mask without
+    `allow_is_causal_skip`, by which `_without_squares` knows packed rows.
+    """
     packed = len(inputs.get("cu_seq_lens_q", ())) > 2
 
     def row_numbers(positions: torch.Tensor) -> torch.Tensor | None:
