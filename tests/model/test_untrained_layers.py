@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -94,6 +95,18 @@ def test_what_rows_of_text_do_not_train_is_found_without_weights() -> None:
     indexers = linear_layers.untrained(base("glm_moe_dsa"))
     assert indexers
     assert all(".indexer." in name for name in indexers)
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_a_programs_choice_whether_distributions_are_validated_is_kept(validated: bool) -> None:
+    torch.distributions.Distribution.set_default_validate_args(validated)
+    try:
+        with linear_layers._unvalidated():
+            torch.distributions.Bernoulli(probs=2.0)
+        with contextlib.nullcontext() if not validated else pytest.raises(ValueError, match="invalid values"):
+            torch.distributions.Bernoulli(probs=2.0)
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(True)
 
 
 def section(*targets: str, **more: Any) -> AdapterSection:

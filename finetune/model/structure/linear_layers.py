@@ -168,15 +168,16 @@ def _pass(
 @contextlib.contextmanager
 def _unvalidated() -> Iterator[None]:
     """In the block, distributions take tensors of the meta device, which have no values to validate, such as Gemma
-    3n's normal one; afterwards they validate as torch does by default.
+    3n's normal one; afterwards they validate again unless the program had turned that off.
     """
     from torch.distributions import Distribution
 
+    validated = Distribution._validate_args  # noqa: SLF001 -- torch has a setter, but no getter
     Distribution.set_default_validate_args(False)
     try:
         yield
     finally:
-        Distribution.set_default_validate_args(__debug__)
+        Distribution.set_default_validate_args(validated)
 
 
 def leaves(output: torch.Tensor) -> set[torch.Tensor]:
