@@ -202,9 +202,14 @@ def together(device: torch.device) -> Iterator[None]:
         watched.leave()
 
 
+def is_of_exchange(error: BaseException) -> bool:
+    """Whether an exchange between ranks raised `error`; gloo raises a RuntimeError when another rank has ended."""
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
 def _lost_rank(watched: Watch, error: BaseException) -> FinetuneError | None:
     """An error naming a lost rank if that caused `error`: in a collective, or because the launcher ends all ranks."""
-    if isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+    if is_of_exchange(error):
         try:
             lost = watched.lost(rank_watch.SILENCE_SECONDS + rank_watch.GRACE_SECONDS)
         except Terminated:

@@ -18,7 +18,7 @@ import torch
 from children import IMPATIENT, Fault
 from jobs import sampled
 from messages import refusal
-from rank_jobs import PLAIN, UNEVALUATED, Jobs, resumed_at
+from rank_jobs import FSDP, PLAIN, UNEVALUATED, Jobs, resumed_at
 from safetensors.torch import load_file, save_file
 from together import assert_all, assert_refused
 
@@ -154,6 +154,16 @@ def test_a_killed_rank_ends_the_others_naming_it_and_a_resume_goes_on(jobs: Jobs
         assert "Traceback" not in each.output
     assert_all(together.go(ranks), 0)
     assert resumed_at(together.run) == [2]
+
+
+def test_a_rank_killed_in_a_probe_of_a_sharded_model_is_named_and_the_model_is_not_blamed(jobs: Jobs) -> None:
+    """The other rank's pass fails as it gathers weights, with an error of gloo."""
+    together = jobs(*JOB, FSDP, "training.max_steps=1")
+    survivor, killed = together.go(2, {1: Fault("finetune.model.probes.causality:prove")})
+    assert killed.code == -signal.SIGKILL
+    assert survivor.code == 4, survivor.output
+    assert "rank 1 was killed" in survivor.in_one_line
+    assert "with this configuration" not in survivor.in_one_line
 
 
 @pytest.mark.parametrize("stopped", sampled([0, 1], 0))

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from finetune.errors import MachineError, first_line
 from finetune.model.distributed.placement import release_gathered
+from finetune.runtime import ranks
 
 TOKENS = 16
 
@@ -31,9 +31,11 @@ def attempt(refusal: Callable[[Exception], Exception] = Failed) -> Iterator[None
     try:
         yield
         wait_for_gpu()
-    except (torch.OutOfMemoryError, MemoryError, dist.DistError):
+    except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # foreign code may raise anything
+        if ranks.is_of_exchange(error):
+            raise
         if gpu_failed():
             raise MachineError(
                 f"the GPU failed in a short pass of this model ({Failed(error)}), and this process cannot use it any "
