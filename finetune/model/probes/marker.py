@@ -100,11 +100,11 @@ def under_way(name: str, device: torch.device) -> Iterator[None]:
                 file.path.unlink(missing_ok=True)
         if outer is None:
             faulthandler.cancel_dump_traceback_later()
-            if elsewhere and sys.__stderr__:
-                faulthandler.enable(sys.__stderr__)
-            else:
-                faulthandler.disable()
+            faulthandler.disable()
             os.close(file.descriptor)
+            if elsewhere and sys.__stderr__:
+                with contextlib.suppress(OSError, ValueError):  # a notebook may have no such file
+                    faulthandler.enable(sys.__stderr__)
 
 
 def left_behind(device: torch.device) -> dict[Path, str]:
