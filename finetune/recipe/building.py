@@ -9,6 +9,7 @@ from finetune.model import build
 from finetune.model.adapters import adapter
 from finetune.model.build import LoadBase
 from finetune.model.recompute import checkpointing
+from finetune.objectives import layout_of
 from finetune.recipe import opening, resume
 from finetune.recipe.inputs import JobInputs
 from finetune.recipe.opening import Opened
@@ -44,7 +45,7 @@ def load_and_adapt(
         base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
         seed=config.training.seed, device_type=device.type, placement=placement,
     )  # fmt: skip
-    capacity = learning_rate.capacity(config, model, inputs.data.train_counts)
+    capacity = learning_rate.capacity(config.adapter, model, inputs.data.train_counts, layout_of(config))
     terminal.built(model, adapter.left_out(base, config.adapter), capacity)
     return TrainingJob(
         config, inputs.blueprint.architecture, model, inputs.tokenizer, inputs.data,

@@ -6,11 +6,12 @@ import math
 import re
 from typing import Any
 
-from finetune.config import Config, OptimizerSection, TrainingSection
+from finetune.config import AdapterSection, Config, OptimizerSection, TrainingSection
 from finetune.data.counts import Counts
+from finetune.data.encoded import RowLayout
 from finetune.errors import ConfigError
 from finetune.model.structure import experts
-from finetune.objectives import OBJECTIVES, layout_of
+from finetune.objectives import OBJECTIVES
 from finetune.training.optimizers import OPTIMIZERS
 
 _RATE, _BATCH = 2e-4, 16
@@ -83,21 +84,20 @@ def refuse_guess(training: TrainingSection, optimizer: OptimizerSection) -> None
         )
 
 
-def capacity(config: Config, model: Any, counts: Counts) -> str | None:
+def capacity(adapter: AdapterSection, model: Any, counts: Counts, layout: RowLayout) -> str | None:
     """How many weights an adapter has for each thing that the rows teach, and a rank for one if it has fewer.
 
     That is a trained token, or of an objective with one loss a row, such as a class or a preference, the row: that
     teaches no more than a bit or a few, however long it is. With fewer, an adapter may fall behind training every
     weight ("LoRA Without Regret"). None where nothing is counted.
     """
-    by_row = layout_of(config).segments
-    learnt = counts.rows if by_row else counts.trained_tokens
-    if config.adapter.kind == "none" or not learnt:
+    learnt = counts.rows if layout.segments else counts.trained_tokens
+    if adapter.kind == "none" or not learnt:
         return None
     share = sum(math.prod(experts.shape(weight)) for weight in model.parameters() if weight.requires_grad) / learnt
-    of = "row, which teaches one comparison or label" if by_row else "trained token of the rows"
+    of = "row, which teaches one comparison or label" if layout.segments else "trained token of the rows"
     said = f"{f'{share:,.0f}' if share >= 10 else f'{share:.2g}'} adapter weights for each {of}"
     if share >= 1:
         return said
-    rank = 2 ** math.ceil(math.log2(config.adapter.rank / share))
+    rank = 2 ** math.ceil(math.log2(adapter.rank / share))
     return f"{said}; below 1, rows that are all new may hold more than it can store: adapter.rank={rank} has 1"

@@ -12,10 +12,11 @@ from messages import refusal
 
 import finetune
 from finetune.choices import load_config
-from finetune.config import Config
+from finetune.config import AdapterSection, Config
 from finetune.data.counts import Counts
+from finetune.data.encoded import ONE_SEQUENCE
 from finetune.errors import ConfigError
-from finetune.objectives import OBJECTIVES
+from finetune.objectives import OBJECTIVES, layout_of
 from finetune.resolve import resolve
 from finetune.training import learning_rate
 
@@ -73,19 +74,20 @@ def test_adapters_on_attention_alone_are_noted() -> None:
 
 
 def test_the_capacity_names_a_rank_that_has_a_weight_for_each_token() -> None:
-    model, config = torch.nn.Linear(100, 10, bias=False), Config()
-    told = learning_rate.capacity(config, model, Counts(rows=4, trained_tokens=500))
+    model, adapter = torch.nn.Linear(100, 10, bias=False), AdapterSection()
+    told = learning_rate.capacity(adapter, model, Counts(rows=4, trained_tokens=500), ONE_SEQUENCE)
     assert told == "2 adapter weights for each trained token of the rows"
-    assert "adapter.rank=64 has 1" in str(learning_rate.capacity(config, model, Counts(rows=4, trained_tokens=4000)))
-    without = config.changed({"adapter.kind": "none"})
-    assert learning_rate.capacity(without, model, Counts(rows=4, trained_tokens=500)) is None
+    told = learning_rate.capacity(adapter, model, Counts(rows=4, trained_tokens=4000), ONE_SEQUENCE)
+    assert "adapter.rank=64 has 1" in str(told)
+    without = AdapterSection(kind="none")
+    assert learning_rate.capacity(without, model, Counts(rows=4, trained_tokens=500), ONE_SEQUENCE) is None
 
 
 def test_the_capacity_counts_what_the_loss_is_a_mean_over() -> None:
     model = torch.nn.Linear(100, 10, bias=False)
     for objective in OBJECTIVES:
-        config = Config().changed({"training.objective": objective})
-        told = str(learning_rate.capacity(config, model, Counts(rows=100, trained_tokens=8000)))
+        layout = layout_of(Config().changed({"training.objective": objective}))
+        told = str(learning_rate.capacity(AdapterSection(), model, Counts(rows=100, trained_tokens=8000), layout))
         of_tokens = objective in ("supervised", "distillation")
         assert told.startswith("0.12 " if of_tokens else "10 adapter weights for each row"), objective
 
