@@ -12,7 +12,6 @@ from finetune.config.load import (
     inline,
     load,
     loaded,
-    values_of,
     written,
 )
 from finetune.config.rules import contradictions

@@ -108,7 +108,7 @@ def _checked(
 
 def dump(config: Config, *, defaults: bool = True) -> str:
     """The resolved config as YAML that `load` reads back to an equal value; optionally without keys at a default."""
-    values = values_of(config)
+    values = config.values()
     if not defaults:
         usual = Config().model_dump(mode="json")
         changed = {
@@ -117,17 +117,6 @@ def dump(config: Config, *, defaults: bool = True) -> str:
         }
         values = {name: section for name, section in changed.items() if section}
     return written(values)
-
-
-def values_of(config: Config) -> dict[str, dict[str, Any]]:
-    """The values of a config by section, as `load` takes them.
-
-    A kind of quantization that follows from `output.serve` is left out while its `output.way` is not decided.
-    """
-    values = config.model_dump(mode="json")
-    if config.output.serve and config.output.way == "auto" and "kind" not in config.quantization.model_fields_set:
-        del values["quantization"]["kind"]
-    return values
 
 
 def written(sections: Mapping[str, Any]) -> str:
@@ -226,7 +215,7 @@ def _validate(
         if config.scorer:  # earlier versions had other values, which change nothing
             broken = [(key, message) for key, message in broken if key != "data.loss_on"]
     else:
-        broken += _ignored(config, choices or {})
+        broken += _ignored(config.model_dump(), choices or {})
     if not broken and config.output.way != "auto":  # `auto` is decided once the base is known
         config = config.changed(serving.consequences(config.output, config.quantization.kind)[0])
     return config, [f"{locations.of(tuple(key.split('.')))}: `{key}`: {message}" for key, message in broken]
@@ -242,10 +231,9 @@ def ignored_keys(config: dict[str, dict[str, Any]], choices: Choices) -> dict[st
     return by_key
 
 
-def _ignored(config: Config, choices: Choices) -> list[tuple[str, str]]:
+def _ignored(values: dict[str, dict[str, Any]], choices: Choices) -> list[tuple[str, str]]:
     """Ignored keys that differ from their defaults, which a run's resolved config writes out."""
-    values, defaults = config.model_dump(), Config().model_dump()
-    messages = []
+    defaults, messages = Config().model_dump(), []
     for key, table in ignored_keys(values, choices).items():
         name, one = key.split(".")
         part, _, choice = table.partition(".")

@@ -520,6 +520,16 @@ class Config(Section):
         value = getattr(getattr(self, section), name)
         return value[entry[0]] if entry else value
 
+    def values(self) -> dict[str, dict[str, Any]]:
+        """All values by section, as they are loaded.
+
+        A kind of quantization that follows from `output.serve` is left out while its `output.way` is not decided.
+        """
+        values = self.model_dump(mode="json")
+        if self.output.serve and self.output.way == "auto" and "kind" not in self.quantization.model_fields_set:
+            del values["quantization"]["kind"]
+        return values
+
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """This config with other values of some `section.key`; they are taken as they are."""
         sections: dict[str, dict[str, Any]] = {}

@@ -11,7 +11,7 @@ from messages import refusal
 from pydantic import ValidationError
 
 from finetune.choices import CHOICES, config_of, load_config
-from finetune.config import Config, gone, values_of, written
+from finetune.config import Config, gone, written
 from finetune.errors import ArtifactError, ConfigError
 from finetune.recipe import resume
 from finetune.report.runs_view import compare
@@ -27,7 +27,7 @@ IN_USE = [
 
 
 def _run(folder: Path, given: dict[str, object], *events: str) -> RunDirectory:
-    sections = values_of(Config().changed({"output.dir": str(folder)}))
+    sections = Config().changed({"output.dir": str(folder)}).values()
     for key, value in given.items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
@@ -102,7 +102,7 @@ def test_a_key_that_is_gone_says_nothing_at_its_default_as_each_earlier_run_has_
 
 
 def test_what_is_in_the_table_no_longer_exists() -> None:
-    defaults = values_of(Config())
+    defaults = Config().values()
     for key in KEYS:
         section, _, name = key.partition(".")
         assert name not in defaults.get(section, {})

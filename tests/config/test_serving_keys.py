@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from finetune.choices import CHOICES, load_config
 from finetune.cli.output import announce
-from finetune.config import Config, dump, values_of
+from finetune.config import Config, dump
 from finetune.config.serving import GRIDS, RUNTIMES, SERVED, consequences
 from finetune.errors import ConfigError
 from finetune.recipe import provenance
@@ -65,7 +65,7 @@ def test_runtime_way_and_kind_follow_from_what_is_served(job: Path, overrides: s
     assert chosen(config) == tuple(expected.split())
     (unresolved := job.with_name("unresolved.yaml")).write_text(dump(config))
     assert chosen(load_config(unresolved)) == chosen(config), "as `launch` writes it for another machine"
-    assert chosen(load_config(values_of(config))) == chosen(config)
+    assert chosen(load_config(config.values())) == chosen(config)
     again = config.changed(consequences(config.output, config.quantization.kind)[0])
     job.write_text(dump(again))
     assert chosen(load_config(job)) == chosen(config), "a run's own config says the same"
@@ -423,7 +423,7 @@ def test_a_file_in_16_bit_is_for_families_that_llama_cpp_has(job: Path) -> None:
 
 
 def test_a_trained_run_is_read_though_rules_of_serving_have_changed(tmp_path: Path) -> None:
-    values = values_of(Config())
+    values = Config().values()
     values["output"] |= {"serve": "nvfp4", "runtime": "llama.cpp", "way": "adapter"}
     values["quantization"]["kind"] = "nvfp4"
     with refusal(ConfigError, "takes no adapters"):
