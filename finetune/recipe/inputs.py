@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from finetune.config import AdapterSection, Config, DataSection, ModelSection, named
+from finetune.config import AdapterSection, DataSection, ModelSection, named
 from finetune.data import fingerprint
 from finetune.data.media import Media
 from finetune.data.prepare import Prepared, check_ids, media_of, prepare
@@ -63,7 +63,7 @@ def gather(job: Job, session: Session) -> tuple[Job, JobInputs]:
     all.
     """
     config, run, device, note = job.config, session.run, session.device, job.say
-    environment = _check_machine(config, device, note)
+    environment = _check_machine(job, device)
     ranks.main_does(lambda: session.lock.take() if run.exists else None)  # before anything slow
     with ranks.agreeing():
         # First, as it refuses bases that cannot be trained.
@@ -102,7 +102,7 @@ def gather(job: Job, session: Session) -> tuple[Job, JobInputs]:
             blueprint = build.blueprint(job.config, architecture, attention)
             mixture = blueprint.check(adapter)
     with ranks.agreeing():
-        recorded = provenance.of(job.config, data, tokenizer, environment, note)
+        recorded = provenance.of(job, data, tokenizer, environment)
         started_from = _started_from(config.model, adapter, tokenizer, recorded["base"], note)
     provenance.refuse_other_ranks({**recorded, "started_from": started_from and started_from["sha256"]})
     return job, JobInputs(
@@ -146,8 +146,9 @@ def _started_from(
     return {"name": adapter.start_from, "sha256": starting.sha256(adapter)}
 
 
-def _check_machine(config: Config, device: torch.device, note: Callable[[str], None]) -> dict[str, Any]:
+def _check_machine(job: Job, device: torch.device) -> dict[str, Any]:
     """Check the machine; return the contents of environment.json. Raises if it cannot run the job, or ranks differ."""
+    config, note = job.config, job.say
     if idle := ranks.idle_gpus():
         note(idle)
     if device.type == "cpu" and not driver.is_hidden() and (unused := driver.unused_gpu()):

@@ -17,6 +17,7 @@ from finetune.data import fingerprint
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, DataError, FinetuneError, MachineError
 from finetune.model.source import identity
+from finetune.resolve import Job
 from finetune.resolve.steps import PATHS
 from finetune.runtime import ranks
 from finetune.storage import checkpoint, records
@@ -90,18 +91,16 @@ _SINCE_CHECKPOINT = {
 }
 
 
-def of(
-    config: Config, data: Prepared, tokenizer: Any, environment: dict[str, Any], note: Callable[[str], None]
-) -> dict[str, Any]:
+def of(job: Job, data: Prepared, tokenizer: Any, environment: dict[str, Any]) -> dict[str, Any]:
     """The provenance as JSON values for a checkpoint's manifest; `base` is None until its files are on this machine."""
     splits = {"train": data.train, "eval": data.eval}
     images = {name: fingerprint.of_images(rows) for name, rows in splits.items() if rows and data.media}
     return {
-        "config": config.model_dump(mode="json"),
+        "config": job.config.model_dump(mode="json"),
         "data": {name: rows and fingerprint.of_rows(rows) for name, rows in splits.items()},
         **({"images": images} if images else {}),
         "tokenizer": fingerprint.of(tokenizer),
-        "base": identity.of_base(config.model, note),
+        "base": identity.of_base(job.config.model, job.say),
         "processes": ranks.world_size(),
         "packages": environment["packages"],
     }

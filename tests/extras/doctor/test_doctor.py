@@ -25,6 +25,7 @@ from finetune.extras.doctor import machine
 from finetune.extras.doctor import run_check as run_directory
 from finetune.extras.doctor.findings import Examination, Finding
 from finetune.recipe import inputs
+from finetune.resolve import Job
 from finetune.runtime import driver
 from finetune.storage.files import write_lines
 from finetune.storage.rundir import RunDirectory
@@ -116,7 +117,7 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_for_the_doctor_and_a_line_of_a_
 
     def notes() -> list[str]:
         lines: list[str] = []
-        inputs._check_machine(config, cpu, lines.append)
+        inputs._check_machine(Job(config, config, say=lines.append), cpu)
         return lines
 
     assert [one.status for one in machine._gpus("cpu")] == ["warning"]
