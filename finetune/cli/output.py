@@ -83,7 +83,8 @@ def announce(title: str, config: Config, gpu: str | None = None) -> Config | Job
             from finetune.resolve import planning, resolve
         resolved = job = resolve(config, planning.machine_of(config.memory, gpu), until="form")
         config, lines = resolved.config, resolved.notes.get("output.serve", "").splitlines()
-    printing.say(Console(), f"{title}: {words.base(config)}; adapter: {words.adapter(config.adapter)}")
+    base = words.base(config.model, config.quantization, config.training.precision)
+    printing.say(Console(), f"{title}: {base}; adapter: {words.adapter(config.adapter)}")
     for line in lines:
         printing.say(Console(), line)
     return job

@@ -24,6 +24,7 @@ from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.plan import Fitted
 from finetune.model.structure import experts
 from finetune.model.structure.experts import Mixture
+from finetune.objectives import OBJECTIVES
 from finetune.report import forecast_view, printing, words
 from finetune.report.figures import Figures
 from finetune.report.live import STOPPING, LiveView
@@ -121,7 +122,10 @@ class Terminal:
             facts["not used"] = f"columns {unused}"
         if forecast:
             facts |= words.shorter(forecast) | {"memory": words.verdict(forecast)}
-        facts |= words.reference(config, forecast, in_step_share(config.training, data))
+        objective = OBJECTIVES.get(config.training.objective)
+        if objective and objective.reference:
+            in_step = in_step_share(config.training, data)
+            facts |= words.reference(config.caches_reference, forecast, in_step)
         self._facts(facts)
 
     def built(self, model: Any, left_out: Mapping[str, int], capacity: str | None = None) -> None:
@@ -301,7 +305,7 @@ def _proven(proof: dict[str, Any], mover: str) -> str:
 
 def _job(config: Config, data: Prepared, processes: int, mixture: Mixture | None) -> dict[str, str]:
     """The lines of the header on the base, the adapter, the data and the steps."""
-    facts = {"base": words.base(config)}
+    facts = {"base": words.base(config.model, config.quantization, config.training.precision)}
     if mixture:
         facts["experts"] = words.mixture(mixture)
     facts["adapter"] = words.adapter(config.adapter)
@@ -322,25 +326,20 @@ def _job(config: Config, data: Prepared, processes: int, mixture: Mixture | None
         facts["splits"] = splits
     if prompts := words.prompts(config.data.separator, data.train_counts, data.eval_counts):
         facts["prompts"] = prompts
-    return {
-        **facts,
-        "batch": _batching(config, processes),
-        "training": words.training(config.training, config.optimizer.kind),
-    }
-
-
-def _batching(config: Config, processes: int) -> str:
-    """Describe how the rows of a step are divided among ranks and micro-batches."""
     rows = config.training.batch_size // config.distributed.shares(processes)
     if tokens := micro_batching(config).tokens:
         packed = "packed into" if config.data.packing else "in"
-        text = f"{rows} rows {packed} micro-batches of at most {words.count(tokens)} tokens"
+        batch = f"{rows} rows {packed} micro-batches of at most {words.count(tokens)} tokens"
     else:
         parts = rows // config.training.rows
-        text = f"{rows} rows = {parts} micro-batch{'es' if parts > 1 else ''} of {config.training.rows}"
-    if processes == 1:
-        return text
-    return f"{config.training.batch_size} rows over {config.distributed.named(processes)}; each {text}"
+        batch = f"{rows} rows = {parts} micro-batch{'es' if parts > 1 else ''} of {config.training.rows}"
+    if processes > 1:
+        batch = f"{config.training.batch_size} rows over {config.distributed.named(processes)}; each {batch}"
+    return {
+        **facts,
+        "batch": batch,
+        "training": words.training(config.training, config.optimizer.kind),
+    }
 
 
 def _losses(figures: Figures) -> str:

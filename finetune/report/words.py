@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import AdapterSection, Config, TrainingSection
+from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
 from finetune.config.field_types import source_name
 from finetune.data.counts import CONTROL_TOKENS, Counts
-from finetune.objectives import OBJECTIVES
 from finetune.storage.records import SampleImage
 from finetune.training.strategies import STRATEGIES
 
@@ -160,22 +159,20 @@ def image_size(image: SampleImage) -> str:
     return f"{count(image.width)} x {count(image.height)} pixels, {count(image.tokens)} tokens"
 
 
-def base(config: Config) -> str:
+def base(model: ModelSection, quantization: QuantizationSection, precision: str) -> str:
     """The base and how it is stored, such as `meta-llama/Llama-2-7b-hf in nf4; bf16 arithmetic`."""
-    quantization = config.quantization
     double = ", constants quantized too" if quantization.double and quantization.kind in ("nf4", "fp4") else ""
     named = {
         "none": ", unquantized;", "auto": ", as little quantized as fits;",
         **dict.fromkeys(("published", "gguf"), ", as published;"),
     }  # fmt: skip
     # A GGUF base has no other quantization.
-    of_file = config.model.name.endswith(".gguf") and quantization.kind != "none"
+    of_file = model.name.endswith(".gguf") and quantization.kind != "none"
     stored = named.get("gguf" if of_file else quantization.kind, f" in {quantization.kind}{double};")
-    weights = " with random weights" if config.model.weights == "random" else ""
-    if rope := config.model.rope_scaling:
+    weights = " with random weights" if model.weights == "random" else ""
+    if rope := model.rope_scaling:
         weights += f" and {rope.rope_type} rotary scaling by {rope.factor:g},"
-    precision = config.training.precision
-    return f"{config.model.name}{weights}{stored} {'native' if precision == 'auto' else precision} arithmetic"
+    return f"{model.name}{weights}{stored} {'native' if precision == 'auto' else precision} arithmetic"
 
 
 def adapter(section: AdapterSection) -> str:
@@ -241,15 +238,12 @@ def shorter(forecast: Forecast) -> dict[str, str]:
     return {"by length": f"micro-batches of rows {', '.join(parts)}"} if forecast.by_length else {}
 
 
-def reference(config: Config, forecast: Forecast | None, in_step: float) -> dict[str, str]:
+def reference(cached: bool, forecast: Forecast | None, in_step: float) -> dict[str, str]:
     """Describe where the reference of a preference objective comes from, and why.
 
     `in_step`: the time that it takes in all steps, over that of scoring all rows once.
     """
-    objective = OBJECTIVES.get(config.training.objective)
-    if objective is None or not objective.reference:
-        return {}
-    if not config.caches_reference:
+    if not cached:
         return {"reference": f"the base, computed in each step: {in_step:.2g} times the time of scoring all rows once"}
     if forecast and (scored := scoring(forecast)):
         return scored

@@ -118,7 +118,10 @@ def _job(
     facts: dict[str, str] = {}
     rows: list[str] = []
     if config:
-        facts = {"base": words.base(config), "adapter": words.adapter(config.adapter)}
+        facts = {
+            "base": words.base(config.model, config.quantization, config.training.precision),
+            "adapter": words.adapter(config.adapter),
+        }
         rows.append(named(config.data.train))
     if data:
         train, held_out = data["train"], data["eval"]

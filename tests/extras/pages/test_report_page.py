@@ -267,4 +267,5 @@ def test_large_numbers_are_written_out() -> None:
 )  # fmt: skip
 def test_a_base_is_named_with_the_form_that_it_is_held_in(base: str, said: str) -> None:
     key, _, value = base.partition("=")
-    assert said in report_words.base(BF16.changed({key: value}))
+    config = BF16.changed({key: value})
+    assert said in report_words.base(config.model, config.quantization, config.training.precision)
