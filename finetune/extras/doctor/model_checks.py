@@ -114,8 +114,9 @@ class Copy:
         """The run of a job with this kind of quantization."""
         return RunDirectory(self.folder / f"run-{kind}")
 
-    def tried(self, config: Config) -> _Tried:
-        """The job as what passes are made through."""
+    def tried(self, **given: Mapping[str, Any]) -> _Tried:
+        """A job, by its sections, as what passes are made through."""
+        config = self.job("none", "fp32", **given)
         attention, _ = build.choose_attention(config, self.architecture, "cpu")
         return _Tried(config, self.architecture, attention)
 
@@ -259,7 +260,7 @@ def _causal(copy: Copy) -> str:
 
 def _loss(copy: Copy) -> str:
     """The loss and the gradients of a step beside those of transformers and PEFT."""
-    tried = copy.tried(copy.job())
+    tried = copy.tried()
     model = tried.model()
     with tried.passes(model):
         PROBES["head"].run(Subject(tried.config, model))
@@ -274,7 +275,7 @@ def _loss(copy: Copy) -> str:
 
 
 def _fused(copy: Copy) -> str:
-    tried = copy.tried(copy.job())
+    tried = copy.tried()
     model = tried.model()
     plain = tried.results(model, copy.padded)
     attached = kernels.attach(model, "auto", triton=True)
@@ -285,7 +286,7 @@ def _fused(copy: Copy) -> str:
 
 
 def _recomputed(copy: Copy) -> str:
-    tried = copy.tried(copy.job())
+    tried = copy.tried()
     kept, again = (
         tried.results(tried.model(MemorySection(checkpointing=level)).train(), copy.padded) for level in ("none", "all")
     )
@@ -293,14 +294,14 @@ def _recomputed(copy: Copy) -> str:
 
 
 def _packed(copy: Copy) -> str:
-    tried = copy.tried(copy.job(data={"packing": True}))
+    tried = copy.tried(data={"packing": True})
     packed = tried.model()
     PROBES["packing"].run(Subject(tried.config, packed))
     ids = copy.padded["input_ids"]
     rows = [{"input_ids": row[:length].tolist(), "labels": row[:length].tolist()}
             for row, length in zip(ids, _LENGTHS, strict=True)]  # fmt: skip
     inputs = StepCollator(MicroBatching(1, 1000, packed=True), 0).micro_batch(rows)
-    alone = copy.tried(copy.job())
+    alone = copy.tried()
     return _same(
         tried.results(packed, inputs), alone.results(alone.model(), copy.padded), "padded rows give",
         "loss and gradients of packed rows are those of padded ones",

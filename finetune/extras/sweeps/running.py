@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 
 from finetune import recipe
-from finetune.config import AdapterSection, Config, TrainingSection
+from finetune.config import AdapterSection, TrainingSection
 from finetune.data import fingerprint, prepare
 from finetune.data.batching import MicroBatching
 from finetune.data.prepare import Prepared
@@ -301,11 +301,12 @@ class _Sweep:
             return _NOT_FINITE
         weights = run.adapter if share == 1 else resume.find(run).checkpoint
         assert weights, "a paused run has a checkpoint"
-        return self._losses(run.config(), weights)
+        return self._losses(run, weights)
 
-    def _losses(self, config: Config, weights: Path) -> np.ndarray:
-        """(sum, trained tokens) of each evaluation row, in the same order for all members."""
-        architecture, device = load_architecture(config.model), this_device()
+    def _losses(self, run: RunDirectory, weights: Path) -> np.ndarray:
+        """(sum, trained tokens) of each evaluation row by a run's `weights`, in the same order for all members."""
+        config, device = run.config(), this_device()
+        architecture = load_architecture(config.model)
         attention, _ = build.choose_attention(config, architecture, device.type)
         base = self.resident.load(build.blueprint(config, architecture, attention), device)
         model = adapter_files.load_adapter(base, weights, config.adapter)
