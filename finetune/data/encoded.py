@@ -1,7 +1,7 @@
 """A row in tokens: one or more segments, each a token sequence with its own labels, and numbers for the objective.
 
 A supervised row is one segment. A pair is two, its chosen and its rejected answer, each with the prompt before it. A
-second segment `mismatched` is only measured: it goes through the model apart from the first, before a step's passes.
+second segment `mismatched` is only measured: it is scored in a separate pass before the step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MEDIA_SIZES = "seen"
 """The column of the height, width and tokens of each image of a row, one image after the other."""
 
 MISMATCHED = "mismatched"
-"""The name of a second segment that goes through the model apart from the first."""
+"""The name of a second segment that is scored in a separate pass before the step."""
 
 ANSWER, DESIRABLE = "answer", "desirable"
 """The segment and the value of a row that is one answer: 1 if it is desirable, else 0."""
