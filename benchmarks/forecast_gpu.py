@@ -204,7 +204,7 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
         },
         "measured": {f"peak_{measure}": size for measure, size in meter.peak.items()},
         "relative_errors": relative_errors(forecast, meter.peak),
-        "phases": forecast.beside(monitor.run)["differences"],
+        "phases": forecast.beside(monitor.peaks)["differences"],
         # The first step also compiles and loads kernels.
         "step_seconds": {
             "forecast": round(forecast.seconds, 4),

@@ -63,7 +63,7 @@ def train(
         # Publish, and report.
         if ranks.is_main():
             steps = {"step": outcome.steps, "best_step": outcome.best_step}
-            opening.record_end(job, session, monitor.run, **steps)
+            opening.record_end(job, session, monitor.peaks, **steps)
             if job.config.output.merge and job.config.adapter.kind == "lora":
                 publish.merge_locked(run, job.config, terminal, note)
             reports.write(run, end=True)

@@ -48,7 +48,7 @@ def out_of_memory(job: Job, run: RunDirectory, monitor: Monitor, device: torch.d
 def _record(run: RunDirectory, monitor: Monitor) -> None:
     monitor.leave()
     with contextlib.suppress(MachineError):  # a disk that is full as well must not hide why the run ended
-        run.event("out_of_memory", memory=monitor.run)
+        run.event("out_of_memory", memory=monitor.peaks)
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ class Monitor:
         self._open: str | None = None
         self._count: TensorCount | None = None
         self._step: dict[str, Peak] = {}
-        self.run: dict[str, Peak] = {}
+        self.peaks: dict[str, Peak] = {}
         """The peaks of the run so far, by phase."""
 
     def include(self, model: torch.nn.Module) -> None:
@@ -129,7 +129,7 @@ class Monitor:
         if self._open is None:
             return {}
         peak = self._meter.read()
-        for peaks in (self._step, self.run):
+        for peaks in (self._step, self.peaks):
             peaks[self._open] = _largest(peaks.get(self._open, {}), peak)
         self._open = None
         if self._count:
@@ -163,7 +163,7 @@ class Monitor:
         finally:
             self._count = None
         for phase, size_bytes in count.peaks.items():
-            for peaks in (self._step, self.run):
+            for peaks in (self._step, self.peaks):
                 peaks[phase] = _largest(peaks.get(phase, {}), {"allocated_bytes": size_bytes})
 
     def take_step(self) -> dict[str, Peak]:

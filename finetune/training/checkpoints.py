@@ -59,7 +59,7 @@ class Checkpoints:
         self.wait()
         self.check_base_files()
         started = time.perf_counter()
-        first = "save" not in self.step.monitor.run
+        first = "save" not in self.step.monitor.peaks
         with self.step.monitor.counting_tensors() if first else contextlib.nullcontext():
             self.step.monitor.enter("save")
             try:

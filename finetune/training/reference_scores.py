@@ -251,7 +251,7 @@ def _one(step: Step, micro_batch: Inputs, limit: oom_retry.Limit, report: _Split
     """The scores (rows, segments) of a micro-batch, which is split if it does not fit."""
     monitor, scores = step.monitor, list[torch.Tensor]()
     # Tensors are counted in the first batch, which is the largest.
-    counted = contextlib.nullcontext() if "reference" in monitor.run else monitor.counting_tensors()
+    counted = contextlib.nullcontext() if "reference" in monitor.peaks else monitor.counting_tensors()
     with counted, monitor.phase("reference"):
         for inputs in passes(micro_batch):
             sums: list[torch.Tensor] = []

@@ -31,15 +31,15 @@ def warm_up(step: Step, steps: StepSource, retry: Retry, evaluation: Evaluation 
     Raises torch's out-of-memory error, naming the row, for a single row that does not fit.
     """
     kept, monitor = _BeforeWarmUp(step), step.monitor
-    before = dict(monitor.run)
+    before = dict(monitor.peaks)
     with monitor.counting_tensors(kept.size_bytes):
         _run_largest(step, steps, retry, evaluation)
     peaks = monitor.take_step()
     # The run's peaks come from its steps; tensors are counted here alone, on the batch of the forecast.
-    monitor.run = before
+    monitor.peaks = before
     for phase, peak in peaks.items():
         if "resident_bytes" in peak and "allocated_bytes" in peak:
-            monitor.run[phase] = {**monitor.run.get(phase, {}), "allocated_bytes": peak["allocated_bytes"]}
+            monitor.peaks[phase] = {**monitor.peaks.get(phase, {}), "allocated_bytes": peak["allocated_bytes"]}
     kept.put_back()
     return peaks
 

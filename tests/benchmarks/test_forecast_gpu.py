@@ -178,7 +178,7 @@ def test_measuring_on_a_gpu_records_forecast_peaks_and_history(tmp_path: Path, m
 
     def train(config: Any, architecture: Any, data: Any, device: Any, monitor: Any) -> Any:
         cuda.allocated = size
-        monitor.run["forward"] = dict(meter.peak)
+        monitor.peaks["forward"] = dict(meter.peak)
         return [step, step], "flash_attention_3"
 
     monkeypatch.setattr(forecast_gpu, "LastingMeter", lambda _: meter)

@@ -76,7 +76,7 @@ def test_only_tensors_are_counted_by_phase() -> None:
             torch.empty(110 * MIB // 4)
     counted = {phase: peak.get("allocated_bytes") for phase, peak in monitor.take_step().items()}
     assert counted == {"load": None, "forward": 103 * MIB, "backward": 123 * MIB}
-    assert monitor.run["backward"].keys() == {"allocated_bytes", "resident_bytes"}
+    assert monitor.peaks["backward"].keys() == {"allocated_bytes", "resident_bytes"}
     assert others.nbytes + held.nbytes <= live_tensors.live_bytes()
 
 
@@ -86,7 +86,7 @@ def test_weights_of_the_run_loaded_earlier_are_counted() -> None:
     monitor.include(copy.deepcopy(model, {id(model.weight): model.weight}))
     with monitor.counting_tensors(), monitor.phase("forward"):
         torch.ones(2 * MIB // 4)
-    assert monitor.run["forward"]["allocated_bytes"] == 3 * MIB
+    assert monitor.peaks["forward"]["allocated_bytes"] == 3 * MIB
     assert others.nbytes == 4 * MIB
 
 
@@ -97,7 +97,7 @@ def test_bytes_declared_apart_are_not_counted() -> None:
         copies = torch.zeros(2**20)
         with monitor.counting_tensors(apart_bytes), monitor.phase("forward"):
             torch.zeros(2**10)
-        peaks.append(monitor.run["forward"]["allocated_bytes"])
+        peaks.append(monitor.peaks["forward"]["allocated_bytes"])
     assert copies.nbytes == 2**22
     assert peaks == [2**22 + 2**12, 2**12]
 
@@ -137,7 +137,7 @@ def test_a_phase_keeps_its_largest_peak_over_micro_batches() -> None:
     monitor.leave()
     assert monitor.take_step() == {"forward": {"resident_bytes": 9}, "backward": {"resident_bytes": 2}}
     assert monitor.take_step() == {}
-    assert monitor.run["forward"] == {"resident_bytes": 9}
+    assert monitor.peaks["forward"] == {"resident_bytes": 9}
 
 
 def test_headline_is_reserved_on_cuda_and_resident_on_a_cpu() -> None:
