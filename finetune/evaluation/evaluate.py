@@ -46,7 +46,7 @@ from finetune.runtime import libraries
 from finetune.storage.files import write_json, write_lines
 from finetune.storage.records import EvaluationRecord, ExportProof, Measure
 from finetune.storage.rundir import Run, RunDirectory
-from finetune.training.eval_loss import held_out_loss
+from finetune.training.eval_loss import HeldOut
 
 _INTERVAL = (
     f"{CONFIDENCE:.0%} confidence intervals by percentile bootstrap over rows ({RESAMPLES:,} resamples, seed {SEED}); "
@@ -286,7 +286,7 @@ class _EvaluationJob:
             results = self.compared.measure(model, tokenizer)
         elif self.with_loss:
             rows, _ = prepare.prepare_held_out(self.config.data, tokenizer, self.media)
-            nats, by_row = held_out_loss(model, tokenizer, rows, self.config)
+            nats, by_row = HeldOut(model, tokenizer, self.config).loss(rows)
             if not math.isfinite(nats):
                 raise NumbersError(
                     f"the held-out loss is {nats}: run `finetune doctor {self.run.quoted}` to find weights that are "

@@ -24,7 +24,7 @@ from finetune.objectives.kto import LABELLED
 from finetune.objectives.preference import PAIRS, reference_column
 from finetune.objectives.starting_model import adapter_off
 from finetune.training.collator import apart
-from finetune.training.eval_loss import held_out_sums
+from finetune.training.eval_loss import HeldOut
 from finetune.training.reference_scores import scoring
 
 LOSS, LOSS_OF_ANSWERS, LIKELIER = "pair loss", "answer loss", "the chosen answer is likelier"
@@ -69,11 +69,12 @@ class ComparedPairs:
     def score_reference(self, model: Any, tokenizer: Any) -> None:
         """Give the rows their log-probabilities under `model` without its adapter."""
         segments, by_pass = self.objective.layout.segments, []
+        held_out = HeldOut(model, tokenizer, self.config)
         passes: list[Callable[[Batch], Batch]] = [lambda inputs: inputs, *([apart] if self.objective.step_mean else [])]
         with adapter_off(model):
             for part in passes:
                 sums: list[torch.Tensor] = []
-                held_out_sums(model, tokenizer, self.rows, self.config, self.objective.layout, scoring(sums), part)
+                held_out.sums(self.rows, self.objective.layout, scoring(sums), part)
                 by_pass.append(torch.stack(sums))
         columns = tuple(map(reference_column, segments))
         for name, values in zip(columns, torch.cat(by_pass, 1).cpu().numpy().T, strict=True):
@@ -88,11 +89,10 @@ class ComparedPairs:
         """
         if self.needs_reference:
             self.score_reference(model, tokenizer)
+        held_out = HeldOut(model, tokenizer, self.config)
         layout, mean, sums = self.objective.layout, Batch(), list[torch.Tensor]()
         if self.objective.step_mean:
-            total, count = held_out_sums(
-                model, tokenizer, self.rows, self.config, layout, self.objective.step_mean, apart
-            )
+            total, count = held_out.sums(self.rows, layout, self.objective.step_mean, apart)
             mean = {"step_mean": torch.tensor(total / count, device=model.device)}
 
         def watched(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +101,7 @@ class ComparedPairs:
             sums.append(torch.stack([torch.stack([one.double() for one in pair]) for pair in pairs]))
             return total, count
 
-        held_out_sums(model, tokenizer, self.rows, self.config, layout, watched, lambda inputs: inputs | mean)
+        held_out.sums(self.rows, layout, watched, lambda inputs: inputs | mean)
         loss = LOSS if self.of_pairs else LOSS_OF_ANSWERS
         by_row = torch.stack(sums).cpu().numpy()  # (rows, 1 + statistics, 2)
         measured = dict(zip((loss, *self.objective.statistics), by_row.swapaxes(0, 1), strict=True))

@@ -22,7 +22,7 @@ from finetune.data.labelled import LABEL
 from finetune.evaluation.intervals import Measured
 from finetune.evaluation.model_results import ModelResults
 from finetune.objectives import Objective, rewards
-from finetune.training.eval_loss import held_out_scores
+from finetune.training.eval_loss import HeldOut
 
 ACCURACY, LONGER_WINS, MOST_FREQUENT = "accuracy", "the longer answer is the chosen one", "the most frequent label"
 """The measures of a reward model on pairs and of a classifier, and the rules that they should beat."""
@@ -54,7 +54,7 @@ class ScoredRows:
 
     def measure(self, model: Any, tokenizer: Any) -> ModelResults:
         """The results of one model, with scores of each row."""
-        loss, scores = held_out_scores(model, tokenizer, self.rows, self.config, self.objective)
+        loss, scores = HeldOut(model, tokenizer, self.config).scores(self.rows, self.objective)
         if self.config.scorer == "classifier":
             return self._classes(loss, scores[:, 0])
         if not self.objective.layout.segments:

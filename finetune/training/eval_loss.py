@@ -198,77 +198,78 @@ class EvalLoss:
         )  # fmt: skip
 
 
-def held_out_loss(
-    model: Any, tokenizer: Any, rows: Any, config: Config, way: MicroBatching | None = None,
-    batch_size: int | None = None,
-) -> tuple[float, torch.Tensor]:  # fmt: skip
-    """Mean loss in nats per trained token outside training, with the run's precision and tile size; and its rows.
+@dataclass(frozen=True)
+class HeldOut:
+    """A model outside training, which goes through held-out rows with its run's precision and tile size."""
 
-    Those are each row's (sum of the losses in nats, number of trained tokens), float64 (rows, 2), on the CPU; their
-    order depends on the rows, `way` and `batch_size` alone, by default those of the config.
-    """
-    way = way or micro_batching(config)
-    way = replace(way, layout=replace(way.layout, values=()))  # such as a reference, which no token's loss needs
-    batch_size = batch_size or config.training.batch_size
-    (total, count), by_row = _watched(model, tokenizer, rows, config, cross_entropy, _sums_by_row, way, batch_size)
-    return total / count, by_row
+    model: Any
+    tokenizer: Any
+    config: Config
 
+    def loss(
+        self, rows: Any, way: MicroBatching | None = None, batch_size: int | None = None
+    ) -> tuple[float, torch.Tensor]:
+        """Mean loss in nats per trained token, and that of the rows.
 
-def held_out_sums(
-    model: Any, tokenizer: Any, rows: Any, config: Config, layout: RowLayout, loss: Loss,
-    part: Callable[[Inputs], Inputs] = lambda inputs: inputs,
-) -> tuple[float, float]:  # fmt: skip
-    """The sum and count of `loss` over held-out rows of a layout outside training, one row after the other.
+        Those are each row's (sum of the losses in nats, number of trained tokens), float64 (rows, 2), on the CPU; their
+        order depends on the rows, `way` and `batch_size` alone, by default those of the config.
+        """
+        way = way or micro_batching(self.config)
+        way = replace(way, layout=replace(way.layout, values=()))  # such as a reference, which no token's loss needs
+        batch_size = batch_size or self.config.training.batch_size
+        (total, count), by_row = self._watched(rows, cross_entropy, _sums_by_row, way, batch_size)
+        return total / count, by_row
 
-    Of a row's micro-batch, `part` goes through the model.
-    """
-    way = MicroBatching(1, layout=layout)
-    (total, count), _ = _watched(model, tokenizer, rows, config, loss, lambda *_: torch.zeros(0), way, 1, part)
-    return total, count
+    def sums(
+        self, rows: Any, layout: RowLayout, loss: Loss, part: Callable[[Inputs], Inputs] = lambda inputs: inputs
+    ) -> tuple[float, float]:
+        """The sum and count of `loss` over rows of a layout, one row after the other.
 
+        Of a row's micro-batch, `part` goes through the model.
+        """
+        way = MicroBatching(1, layout=layout)
+        (total, count), _ = self._watched(rows, loss, lambda *_: torch.zeros(0), way, 1, part)
+        return total, count
 
-def held_out_scores(
-    model: Any, tokenizer: Any, rows: Any, config: Config, objective: Objective
-) -> tuple[float, torch.Tensor]:
-    """The mean loss of held-out rows under a model that scores sequences, and the scores, float64, on the CPU.
+    def scores(self, rows: Any, objective: Objective) -> tuple[float, torch.Tensor]:
+        """The mean loss of rows under a model that scores sequences, and the scores, float64, on the CPU.
 
-    Those are (rows, sequences, labels), in the order of `rows`, each of its sequence's last trained token.
-    """
-    way, each = MicroBatching.of(config.training, config.data, objective.layout), config.training.batch_size
-    (total, count), scores = _watched(
-        model, tokenizer, rows, config, objective.evaluated, lambda batch, outputs: outputs.logits.double(), way, each
-    )
-    order: list[int] = []
-    lengths = Sizes.of(rows, way).lengths
-    for start in range(0, len(rows), each):
-        order += [start + row for part in micro_batches(lengths[start : start + each], way) for row in part]
-    scores = scores.view(len(rows), objective.layout.sequences, -1)
-    return total / count, torch.empty_like(scores).index_copy_(0, torch.tensor(order), scores)
+        Those are (rows, sequences, labels), in the order of `rows`, each of its sequence's last trained token.
+        """
+        training = self.config.training
+        way, each = MicroBatching.of(training, self.config.data, objective.layout), training.batch_size
+        (total, count), scores = self._watched(
+            rows, objective.evaluated, lambda batch, outputs: outputs.logits.double(), way, each
+        )
+        order: list[int] = []
+        lengths = Sizes.of(rows, way).lengths
+        for start in range(0, len(rows), each):
+            order += [start + row for part in micro_batches(lengths[start : start + each], way) for row in part]
+        scores = scores.view(len(rows), objective.layout.sequences, -1)
+        return total / count, torch.empty_like(scores).index_copy_(0, torch.tensor(order), scores)
 
-
-def _watched(
-    model: Any, tokenizer: Any, rows: Any, config: Config, loss: Loss,
-    read: Callable[[Inputs, Any], torch.Tensor], way: MicroBatching, batch_size: int,
-    part: Callable[[Inputs], Inputs] = lambda inputs: inputs,
-) -> tuple[list[float], torch.Tensor]:  # fmt: skip
-    """The sum and count of `loss` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
-    precision = config.training.precision
-    log_probs.attach(model)
-    collate = StepCollator(
-        way, tokenizer.pad_token_id, media=media_of(config.model, config.data, tokenizer, model.config)
-    )
-    by_row: list[torch.Tensor] = []
-    watching = model.register_forward_hook(
-        lambda model, _, batch, outputs: by_row.append(read(batch, outputs)), with_kwargs=True
-    )
-    try:
-        with without_cudnn_attention(), log_probs.tiles(config.memory.loss_tokens):
-            masked = needs_mask(model.config, precision, capability_of(model.device))
-            steps = ([*map(part, step)] for step in loader(rows, collate, batch_size))
-            summed = summed_loss(model, steps, precision=precision, masked=masked, loss=loss)
-    finally:
-        watching.remove()
-    return summed.tolist(), torch.cat(by_row).cpu()
+    def _watched(
+        self, rows: Any, loss: Loss, read: Callable[[Inputs, Any], torch.Tensor], way: MicroBatching, batch_size: int,
+        part: Callable[[Inputs], Inputs] = lambda inputs: inputs,
+    ) -> tuple[list[float], torch.Tensor]:  # fmt: skip
+        """The sum and count of `loss` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
+        model, config = self.model, self.config
+        precision = config.training.precision
+        log_probs.attach(model)
+        media = media_of(config.model, config.data, self.tokenizer, model.config)
+        collate = StepCollator(way, self.tokenizer.pad_token_id, media=media)
+        by_row: list[torch.Tensor] = []
+        watching = model.register_forward_hook(
+            lambda model, _, batch, outputs: by_row.append(read(batch, outputs)), with_kwargs=True
+        )
+        try:
+            with without_cudnn_attention(), log_probs.tiles(config.memory.loss_tokens):
+                masked = needs_mask(model.config, precision, capability_of(model.device))
+                steps = ([*map(part, step)] for step in loader(rows, collate, batch_size))
+                summed = summed_loss(model, steps, precision=precision, masked=masked, loss=loss)
+        finally:
+            watching.remove()
+        return summed.tolist(), torch.cat(by_row).cpu()
 
 
 def _sums_by_row(batch: Inputs, outputs: Any) -> torch.Tensor:

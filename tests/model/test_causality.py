@@ -90,7 +90,7 @@ def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training(reques
     from finetune.generation.answering import answers
     from finetune.generation.settings import Settings
     from finetune.model.source.tokenizer import load_tokenizer
-    from finetune.training.eval_loss import held_out_loss
+    from finetune.training.eval_loss import HeldOut
 
     given = {
         "data": {"train": "rows.jsonl"}, "model": {"tokenizer": "builtin:tiny-llama"},
@@ -115,7 +115,8 @@ def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training(reques
 
     runs(lambda: proof.logits(model, [[5, 6, 7]]))
     runs(lambda: list(answers(model, tokenizer, [[5, 6, 7]], Settings(2))))
-    runs(lambda: held_out_loss(model, tokenizer, rows, Config.model_validate(given, context={"choices": CHOICES})))
+    config = Config.model_validate(given, context={"choices": CHOICES})
+    runs(lambda: HeldOut(model, tokenizer, config).loss(rows))
 
 
 def test_a_model_with_few_positions_is_asked_within_them() -> None:

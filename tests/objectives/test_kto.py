@@ -34,7 +34,7 @@ from finetune.objectives import kto
 from finetune.objectives.preference import Numbers
 from finetune.storage import private
 from finetune.training.collator import StepCollator
-from finetune.training.eval_loss import held_out_loss
+from finetune.training.eval_loss import HeldOut
 from finetune.training.loop import Loop
 from finetune.training.oom_retry import Limit
 
@@ -168,7 +168,7 @@ def test_rows_without_a_cached_reference_are_evaluated_outside_of_training(job, 
     config = job(f"data.eval={held_out}", "preference.reference=cached")
     loop, tokenizer = ready(config), load_tokenizer(config.model, config.data)
     rows = prepare(config.data, tokenizer).eval
-    loss, by_row = held_out_loss(loop.step.model, tokenizer, rows, config)
+    loss, by_row = HeldOut(loop.step.model, tokenizer, config).loss(rows)
     assert by_row[:, 1].sum() == sum(segments_of(row)[0].trained for row in rows)
     assert loss == pytest.approx(float(by_row[:, 0].sum() / by_row[:, 1].sum()), rel=1e-6)
 

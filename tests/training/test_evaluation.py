@@ -17,7 +17,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES, Objective
 from finetune.training import eval_loss
 from finetune.training.collator import StepCollator
-from finetune.training.eval_loss import DoesNotFit, EvalLoss, held_out_loss
+from finetune.training.eval_loss import DoesNotFit, EvalLoss, HeldOut
 from finetune.training.loop import Loop
 
 
@@ -80,9 +80,8 @@ def test_the_held_out_loss_is_the_quotient_of_its_rows_packed_or_padded(quick) -
     config = quick("data.eval_share=0.5", "quantization.kind=none")
     loop, tokenizer, found = ready(config), load_tokenizer(config.model), {}
     for packing in (False, True):
-        loss, rows = held_out_loss(
-            loop.step.model, tokenizer, loop.evaluation.rows, config.changed({"data.packing": packing})
-        )
+        held_out = HeldOut(loop.step.model, tokenizer, config.changed({"data.packing": packing}))
+        loss, rows = held_out.loss(loop.evaluation.rows)
         assert rows.shape == (len(loop.evaluation.rows), 2)
         assert loss == pytest.approx(float(rows[:, 0].sum() / rows[:, 1].sum()))
         found[packing] = sorted(rows.tolist())

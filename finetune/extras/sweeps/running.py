@@ -46,7 +46,7 @@ from finetune.storage import locks
 from finetune.storage.files import write_bytes, write_json
 from finetune.storage.rundir import SWEEP_SCORES, SWEEP_TABLE, RunDirectory, is_sweep
 from finetune.training.callbacks import Callback
-from finetune.training.eval_loss import held_out_loss
+from finetune.training.eval_loss import HeldOut
 from finetune.training.optimizers import OPTIMIZERS
 from finetune.training.progress import Progress, read_progress
 
@@ -314,7 +314,7 @@ class _Sweep:
         first = self.members[0].config.training
         tokens = first.micro_batch_tokens or (config.data.max_length if config.data.packing else None)
         way = MicroBatching(1 if tokens else config.training.rows, tokens, config.data.packing)
-        _, by_row = held_out_loss(model, self._tokenizer, self._data.eval, config, way, first.batch_size)
+        _, by_row = HeldOut(model, self._tokenizer, config).loss(self._data.eval, way, first.batch_size)
         return by_row.numpy()
 
     def _table(self, unfinished: str = "") -> SweepTable:
