@@ -39,7 +39,7 @@ def ready(config: Config) -> Loop:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loop, "run", stop)
         patch.setattr(training, "warm_up", lambda *given: {})  # leaves all as it was: test_largest_batch_first.py
-        patch.setattr(sample_answers, "before", lambda *given: [])
+        patch.setattr(sample_answers.SampleAnswers, "before", lambda *given: None)
         with pytest.raises(_Ready) as stopped:
             finetune.train(config)
     loop: Loop = stopped.value.args[0]

@@ -16,7 +16,6 @@ from finetune.report.terminal import Terminal
 from finetune.resolve import ThisMachine, resolve
 from finetune.runtime import libraries, ranks
 from finetune.training import run as training
-from finetune.training import sample_answers
 from finetune.training.callbacks import Callback
 
 
@@ -49,14 +48,14 @@ def train(
         opened = opening.open_run(job, job_inputs, session)
         with start.computing(job, opened.run, session) as (monitor, trackers):
             # Build the base, which answers a few questions before training, the adapter on it, and the kernels.
-            training_job, answered = building.load_and_adapt(
+            training_job, answers = building.load_and_adapt(
                 job, job_inputs, opened, session, monitor, trackers, callbacks, load_base
             )  # fmt: skip
             training_job, job = building.complete(training_job, job, job_with_rows, session)
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
             outcome = training.train(training_job)
-            sample_answers.after(training_job.model, training_job.tokenizer, job.config, opened.run, answered)
+            answers.after(training_job.model)
             trackers.answers(opened.run)
             del training_job
 

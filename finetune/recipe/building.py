@@ -17,18 +17,18 @@ from finetune.recipe.start import Session
 from finetune.resolve import Job, resolve
 from finetune.runtime import ranks
 from finetune.runtime.memory_monitor import Monitor
-from finetune.training import learning_rate, model_setup, sample_answers, strategies
+from finetune.training import learning_rate, model_setup, strategies
 from finetune.training.callbacks import Callback, Callbacks
 from finetune.training.job import Process, TrainingJob
 from finetune.training.recorder import Outlets
-from finetune.training.sample_answers import Asked
+from finetune.training.sample_answers import SampleAnswers
 from finetune.training.tracking import Trackers
 
 
 def load_and_adapt(
     job: Job, inputs: JobInputs, opened: Opened, session: Session, monitor: Monitor, trackers: Trackers,
     callbacks: tuple[Callback, ...], load_base: LoadBase,
-) -> tuple[TrainingJob, Asked]:  # fmt: skip
+) -> tuple[TrainingJob, SampleAnswers]:  # fmt: skip
     """Load the base, let it answer a few questions, and put the adapter on it; the job to be trained and the answers.
 
     Raises as `confirm_base` if the base is not the one that the run was started with.
@@ -40,7 +40,8 @@ def load_and_adapt(
     monitor.include(base)
     provenance = opening.confirm_base(job, opened, inputs, base)
     monitor.take_step()  # loading is reported once, not with the first step
-    answered = sample_answers.before(base, inputs.tokenizer, config, opened.run, terminal.note)
+    answers = SampleAnswers(inputs.tokenizer, config, opened.run)
+    answers.before(base, terminal.note)
     model = build.trainable(
         base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
         seed=config.training.seed, device_type=device.type, placement=placement,
@@ -53,7 +54,7 @@ def load_and_adapt(
         outlets=Outlets(opened.run, terminal, trackers, Callbacks(callbacks if ranks.is_main() else ())),
         provenance=provenance, resume_from=start.checkpoint,
         by_length=job.forecast.by_length if job.forecast else (), kernels_off=job.kernels_off,
-    ), answered  # fmt: skip
+    ), answers  # fmt: skip
 
 
 def complete(training_job: TrainingJob, job: Job, with_rows: Job, session: Session) -> tuple[TrainingJob, Job]:

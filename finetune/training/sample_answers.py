@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,60 +34,67 @@ Asked = list[tuple[examples.Chat | examples.Completion, SampleAnswer]]
 """Prompts with their rows of answers.json, which hold only text: messages may have values that JSON lacks."""
 
 
-def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: Callable[[str], None]) -> Asked:
-    """The base's answers, reused from an earlier start of the run if possible.
+@dataclass
+class SampleAnswers:
+    """The questions of a run, empty where none are `asked`, and their answers so far."""
 
-    Empty on ranks other than 0, for a model that scores sequences, for random weights, for a sharded base, which rank 0
-    cannot run alone, and if the model's code fails; training then explains the failure.
-    """
-    answers = ranks.is_main() and not config.scorer and config.model.weights != "random"
-    if not answers or holds_parts(config.distributed, ranks.world_size()):
-        return []
-    media = media_of(config.model, config.data, tokenizer, base.config)
-    asked = list(itertools.islice(questions(config.data, tokenizer, media), QUESTIONS))
-    if kept := _kept(asked, run, note):
-        return kept
-    stage("the base answers a few questions, to compare with later")
-    positions = bounds.table_size(base) or math.inf
-    # Training rows are truncated, questions are not.
-    short = [
-        each for each in asked
-        if len(answering.prompt_ids(each.prompt, tokenizer, config.data.control_tokens)) < positions
-    ]  # fmt: skip
-    try:
-        replies = _replies(base, tokenizer, [each.prompt for each in short], config)
-    except (torch.OutOfMemoryError, MemoryError, FinetuneError):
-        raise
-    except Exception as error:  # the model's code may raise anything
-        note(
-            f"no sample answers: {type(base).__name__} fails to generate ({type(error).__name__}: {first_line(error)})"
-        )
-        return []
-    with_replies: Asked = []
-    for each, reply in zip(short, replies, strict=True):
-        question = examples.shown(each.prompt)
-        with_replies.append(
-            (each.prompt, {"question": question, "reference": each.reference, "before": reply, "after": None})
-        )
-    write_json(run.answers_file, [row for _, row in with_replies])
-    return with_replies
+    tokenizer: Any
+    config: Config
+    run: RunDirectory
+    asked: Asked = field(default_factory=list)
 
+    def before(self, base: Any, note: Callable[[str], None]) -> None:
+        """Ask the base, or take its answers from an earlier start of the run.
 
-def after(model: Any, tokenizer: Any, config: Config, run: RunDirectory, asked: Asked) -> None:
-    """Write the trained model's answers beside the base's."""
-    if not asked:
-        return
-    replies = _replies(model, tokenizer, [prompt for prompt, _ in asked], config)
-    for (_, row), reply in zip(asked, replies, strict=True):
-        row["after"] = reply
-    write_json(run.answers_file, [row for _, row in asked])
+        Asks nothing on ranks other than 0, for a model that scores sequences, for random weights, for a sharded base,
+        which rank 0 cannot run alone, and if the model's code fails; training then explains the failure.
+        """
+        config = self.config
+        answers = ranks.is_main() and not config.scorer and config.model.weights != "random"
+        if not answers or holds_parts(config.distributed, ranks.world_size()):
+            return
+        media = media_of(config.model, config.data, self.tokenizer, base.config)
+        chosen = list(itertools.islice(questions(config.data, self.tokenizer, media), QUESTIONS))
+        if kept := _kept(chosen, self.run, note):
+            self.asked = kept
+            return
+        stage("the base answers a few questions, to compare with later")
+        positions = bounds.table_size(base) or math.inf
+        # Training rows are truncated, questions are not.
+        short = [
+            each for each in chosen
+            if len(answering.prompt_ids(each.prompt, self.tokenizer, config.data.control_tokens)) < positions
+        ]  # fmt: skip
+        try:
+            replies = self._replies(base, [each.prompt for each in short])
+        except (torch.OutOfMemoryError, MemoryError, FinetuneError):
+            raise
+        except Exception as error:  # the model's code may raise anything
+            why = f"{type(error).__name__}: {first_line(error)}"
+            note(f"no sample answers: {type(base).__name__} fails to generate ({why})")
+            return
+        for each, reply in zip(short, replies, strict=True):
+            question = examples.shown(each.prompt)
+            self.asked.append(
+                (each.prompt, {"question": question, "reference": each.reference, "before": reply, "after": None})
+            )
+        write_json(self.run.answers_file, [row for _, row in self.asked])
 
+    def after(self, model: Any) -> None:
+        """Write the trained model's answers beside the base's."""
+        if not self.asked:
+            return
+        replies = self._replies(model, [prompt for prompt, _ in self.asked])
+        for (_, row), reply in zip(self.asked, replies, strict=True):
+            row["after"] = reply
+        write_json(self.run.answers_file, [row for _, row in self.asked])
 
-def _replies(model: Any, tokenizer: Any, prompts: Sequence[examples.Example], config: Config) -> list[str]:
-    ids = [answering.prompt_ids(prompt, tokenizer, config.data.control_tokens) for prompt in prompts]
-    shown = Shown.by(prompts, media_of(config.model, config.data, tokenizer, model.config))
-    with autocast(config.training.precision, model.device):
-        return [each.text for each in answering.answers(model, tokenizer, ids, Settings(TOKENS), shown=shown)]
+    def _replies(self, model: Any, prompts: Sequence[examples.Example]) -> list[str]:
+        config = self.config
+        ids = [answering.prompt_ids(prompt, self.tokenizer, config.data.control_tokens) for prompt in prompts]
+        shown = Shown.by(prompts, media_of(config.model, config.data, self.tokenizer, model.config))
+        with autocast(config.training.precision, model.device):
+            return [each.text for each in answering.answers(model, self.tokenizer, ids, Settings(TOKENS), shown=shown)]
 
 
 def _kept(asked: list[Question], run: RunDirectory, note: Callable[[str], None]) -> Asked:
