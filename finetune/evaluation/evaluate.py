@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, cast
@@ -103,14 +103,7 @@ def evaluate(
         job.tasks = SOURCES["tasks"](tasks, batch_size=batch_size, limit=limit, apply_chat_template=apply_chat_template)
     terminal = terminal or Terminal(quiet=True)  # a notebook shows what is returned
 
-    def measure(name: str, model: Any, tokenizer: Any) -> ModelResults:
-        terminal.evaluating(name)
-        with blaming_base(config.model):
-            return job.measure(model, tokenizer)
-
-    if job.compared and job.compared.needs_reference and not {"base", "adapter"} <= {*chosen}:
-        job.compared.score_reference(*model_of(run, config, "base"))
-    results = _each(run, config, chosen, measure)
+    results = job.by_model(chosen, terminal)
     measures = _measures(results)
     record: EvaluationRecord = {
         "steps": run.steps_done,
@@ -278,6 +271,30 @@ class _EvaluationJob:
     scored: ScoredRows | None = None
     compared: ComparedPairs | None = None
 
+    def by_model(self, chosen: list[str], terminal: Terminal) -> dict[str, ModelResults]:
+        """The results of each chosen model, loaded in turn. The adapter comes first, since it may be damaged."""
+        run, config = self.run, self.config
+        results: dict[str, ModelResults] = {}
+
+        def measure(name: str, model: Any, tokenizer: Any) -> None:
+            terminal.evaluating(name)
+            with blaming_base(config.model):
+                results[name] = self.measure(model, tokenizer)
+
+        both = {"base", "adapter"} <= {*chosen}
+        if self.compared and self.compared.needs_reference and not both:
+            self.compared.score_reference(*model_of(run, config, "base"))
+        if config.adapter.kind == "lora" and both:
+            model, tokenizer = model_of(run, config, "adapter")
+            measure("adapter", model, tokenizer)
+            with model.disable_adapter():
+                measure("base", model, tokenizer)
+            del model
+        for name in [name for name in reversed(chosen) if name not in results]:
+            libraries.return_freed_memory()
+            measure(name, *model_of(run, config, name))
+        return {name: results[name] for name in chosen}
+
     def measure(self, model: Any, tokenizer: Any) -> ModelResults:
         if self.scored:
             return self.scored.measure(model, tokenizer)
@@ -328,23 +345,6 @@ class _EvaluationJob:
         if self.scored:
             return self.scored.lines(by_model)
         return self.questions.lines(by_model) if self.questions else None
-
-
-def _each(
-    run: RunDirectory, config: Config, chosen: list[str], measure: Callable[[str, Any, Any], ModelResults]
-) -> dict[str, ModelResults]:
-    """Call `measure` with each model, loaded in turn. The adapter comes first, since it may be damaged."""
-    results: dict[str, ModelResults] = {}
-    if config.adapter.kind == "lora" and {"base", "adapter"} <= {*chosen}:
-        model, tokenizer = model_of(run, config, "adapter")
-        results["adapter"] = measure("adapter", model, tokenizer)
-        with model.disable_adapter():
-            results["base"] = measure("base", model, tokenizer)
-        del model
-    for name in [name for name in reversed(chosen) if name not in results]:
-        libraries.return_freed_memory()
-        results[name] = measure(name, *model_of(run, config, name))
-    return {name: results[name] for name in chosen}
 
 
 def _gain_kept(measures: list[Measure]) -> dict[str, float]:
