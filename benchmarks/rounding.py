@@ -24,8 +24,8 @@ import harness
 import merge
 
 from finetune.choices import config_of
-from finetune.export import finished_run
 from finetune.export.conversion import ExportRequest
+from finetune.export.finished_run import FinishedRun
 from finetune.export.gguf import gguf_export
 from finetune.export.rounding import rounded_run
 from finetune.model.source import catalog
@@ -40,7 +40,7 @@ def child(path: Path) -> None:
     """Round the merged model of a run, and say when that begins."""
     run = RunDirectory(path)
     config = config_of(run)
-    tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
+    tokenizer = FinishedRun(run, config).tokenizer()
     conversion = ExportRequest(run, config, tokenizer, merge.CPU, KIND)
     print(STARTED, flush=True)
     rounded_run.rounded(conversion, gguf_export.forms, lambda text: None)

@@ -43,8 +43,9 @@ from finetune.data.media import NOTHING
 from finetune.data.prepare import ComparedRows
 from finetune.evaluation import run_models
 from finetune.evaluation.intervals import half_width
-from finetune.export import compressed_export, finished_run, publish
+from finetune.export import compressed_export, publish
 from finetune.export.conversion import Conversion
+from finetune.export.finished_run import FinishedRun
 from finetune.export.gguf import gguf_export, llama_cpp
 from finetune.export.rounding import rounded_run
 from finetune.forms import FORMS, packed
@@ -138,10 +139,10 @@ def _on_nf4(way: Callable[[Trained, str], Served]) -> Callable[[Trained, str], S
         run = _finished(
             job.run.path.with_name(f"{job.run.path.name}-nf4"), job.settings, job.config.training.seed, "nf4"
         )
-        config = config_of(run)
-        model, _ = run_models.model_of(run, config, "adapter")
-        merged = finished_run.load_merged(run, config.model, CPU, torch.float32)
-        found = way(dataclasses.replace(job, run=run, config=config, merged=merged), kind)
+        finished = FinishedRun(run, config_of(run))
+        model, _ = run_models.model_of(finished, "adapter")
+        merged = finished.load_merged(CPU, torch.float32)
+        found = way(dataclasses.replace(job, run=run, config=finished.config, merged=merged), kind)
         return dataclasses.replace(found, trained=model)
 
     return served
@@ -151,7 +152,7 @@ def _conversion(job: Trained, kind: str, rows: list[list[int]]) -> Conversion:
     return Conversion(
         run=job.run, config=job.config, tokenizer=job.tokenizer, device=CPU, kind=kind,
         compared=ComparedRows(rows, [], NOTHING, ""), base_identity=None,
-        load_merged=lambda dtype: finished_run.load_merged(job.run, job.config.model, CPU, dtype),
+        load_merged=lambda dtype: FinishedRun(job.run, job.config).load_merged(CPU, dtype),
     )  # fmt: skip
 
 
@@ -202,7 +203,7 @@ def _trained_for(job: Trained, kind: str, way: str) -> tuple[RunDirectory, Any]:
             "train", CONFIG, *job.settings, f"output.dir={run.path}", "output.merge=false", f"output.serve={kind}",
             f"training.seed={job.config.training.seed}", f"output.way={way}", threads=1,
         )  # fmt: skip
-    model, _ = run_models.model_of(run, config_of(run), "adapter")
+    model, _ = run_models.model_of(FinishedRun(run, config_of(run)), "adapter")
     return run, model
 
 
@@ -243,10 +244,11 @@ def trained(folder: Path, settings: list[str], seed: int) -> Trained:
     """The run of a seed on a base in 16 bit, trained if `folder` does not have it."""
     run = _finished(folder / f"run{seed}", settings, seed, "none")
     config = config_of(run)
-    tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
+    finished = FinishedRun(run, config)
+    tokenizer = finished.tokenizer()
     data = prepare.prepare(config.data, tokenizer)
     assert data.eval is not None
-    merged = finished_run.load_merged(run, config.model, CPU, torch.float32)
+    merged = finished.load_merged(CPU, torch.float32)
     base = AutoModelForCausalLM.from_pretrained(locate(config.model.name), dtype=torch.float32)
     return Trained(settings, run, config, tokenizer, base, merged, list(data.eval))
 

@@ -35,6 +35,7 @@ from finetune.data import formats, in_memory, sources
 from finetune.data.examples import RowError
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.evaluation import run_models
+from finetune.export.finished_run import FinishedRun
 from finetune.objectives import contract
 from finetune.report.terminal import Terminal
 from finetune.runtime import libraries
@@ -625,4 +626,4 @@ def test_arguments_of_other_kinds_are_refused_first(tmp_path: Path) -> None:
 
 def test_an_unknown_model_of_a_run_is_refused_from_python_too() -> None:
     with refusal(ConfigError, "`bas`", "`base`"):
-        run_models.model_of(finetune.RunDirectory("runs/none"), finetune.Config(), "bas")
+        run_models.model_of(FinishedRun(finetune.RunDirectory("runs/none"), finetune.Config()), "bas")

@@ -33,6 +33,7 @@ from finetune.evaluation.pair_scores import ComparedPairs
 from finetune.evaluation.run_models import EARLIER_ADAPTER, MODELS, model_of
 from finetune.evaluation.sequence_scores import ScoredRows
 from finetune.export.export_formats import FORMATS
+from finetune.export.finished_run import FinishedRun
 from finetune.generation import answering
 from finetune.generation.settings import Settings
 from finetune.model import bounds
@@ -273,7 +274,7 @@ class _EvaluationJob:
 
     def by_model(self, chosen: list[str], terminal: Terminal) -> dict[str, ModelResults]:
         """The results of each chosen model, loaded in turn. The adapter comes first, since it may be damaged."""
-        run, config = self.run, self.config
+        config, finished = self.config, FinishedRun(self.run, self.config)
         results: dict[str, ModelResults] = {}
 
         def measure(name: str, model: Any, tokenizer: Any) -> None:
@@ -283,16 +284,16 @@ class _EvaluationJob:
 
         both = {"base", "adapter"} <= {*chosen}
         if self.compared and self.compared.needs_reference and not both:
-            self.compared.score_reference(*model_of(run, config, "base"))
+            self.compared.score_reference(*model_of(finished, "base"))
         if config.adapter.kind == "lora" and both:
-            model, tokenizer = model_of(run, config, "adapter")
+            model, tokenizer = model_of(finished, "adapter")
             measure("adapter", model, tokenizer)
             with model.disable_adapter():
                 measure("base", model, tokenizer)
             del model
         for name in [name for name in reversed(chosen) if name not in results]:
             libraries.return_freed_memory()
-            measure(name, *model_of(run, config, name))
+            measure(name, *model_of(finished, name))
         return {name: results[name] for name in chosen}
 
     def measure(self, model: Any, tokenizer: Any) -> ModelResults:

@@ -15,7 +15,8 @@ from finetune.data import examples, images
 from finetune.data.media import TEXT_ALONE, Media, Shown
 from finetune.data.prepare import media_of
 from finetune.errors import ConfigError, DataError
-from finetune.export import finished_run, served_model
+from finetune.export import served_model
+from finetune.export.finished_run import FinishedRun
 from finetune.generation import answering, caches
 from finetune.generation.answering import Answer
 from finetune.generation.settings import Settings
@@ -136,7 +137,7 @@ def ready(
     system = system_of(run, system)
     if cache != "dynamic":
         caches.make(cache, load_architecture(config.model), 1)
-    model, tokenizer = model_of(run, config, which)
+    model, tokenizer = model_of(FinishedRun(run, config), which)
     if which == "merged" and config.adapter.kind == "lora" and not run.is_merged:
         note_beside_output(EARLIER_ADAPTER)
     kind = examples.learnt(run.events())
@@ -169,30 +170,30 @@ def generate(
     return next(opened.answers([example], Settings(max_new_tokens))).text
 
 
-def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
+def model_of(finished: FinishedRun, which: str) -> tuple[Any, Any]:
     """The run's base, base with adapter (quantized as in training), merged or served model; and the tokenizer."""
     pick(MODELS, which, "model")
     libraries.quiet()
-    device = this_device()
+    run, config, device = finished.run, finished.config, this_device()
     if which == "served":
         name = served_model.newest(run, config.output.way)
         if name != "adapter":
-            tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
-            return served_model.load(run, name, config.model, device, note_beside_output), tokenizer
+            tokenizer = finished.tokenizer()
+            return served_model.load(finished, name, device, note_beside_output), tokenizer
         note_beside_output("served: the base with the adapter, as they were trained")
         which = name
     if which == "merged" or (which == "adapter" and config.adapter.kind == "none"):
-        tokenizer = finished_run.tokenizer_of(run, config, run.merged)
-        return finished_run.load_merged(run, config.model, device), tokenizer
+        tokenizer = finished.tokenizer(run.merged)
+        return finished.load_merged(device), tokenizer
     if which == "adapter":
-        tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
+        tokenizer = finished.tokenizer(run.adapter)
     else:
         tokenizer = load_tokenizer(config.model, run.data(config.data))
     architecture = load_architecture(config.model)
     bounds.check_tokenizer(tokenizer, architecture, config.model)
     base = build.load(config, architecture, device)
-    if finished_run.weights_folder(run, config.adapter).exists():
-        finished_run.base_of(run, config.model, config.adapter, note_beside_output)
+    if finished.weights.exists():
+        finished.base(note_beside_output)
     if which == "base":
         return base, tokenizer
     return adapter_files.load_adapter(base, run.adapter, config.adapter), tokenizer

@@ -13,15 +13,17 @@ from finetune.config.field_types import GIVEN
 from finetune.data.examples import learnt
 from finetune.data.readers import reader
 from finetune.export import server_commands
+from finetune.export.finished_run import FinishedRun
 from finetune.model.source.locate import card as card_of
 from finetune.report import words
 from finetune.storage.rundir import RunDirectory
 
 
-def model_card(run: RunDirectory, config: Config, record: dict[str, Any], written_as: str) -> str:
+def model_card(finished: FinishedRun, record: dict[str, Any], written_as: str) -> str:
     """README.md of an export in the hub's format; `written_as` is its form, `record` its proof, if any."""
     from huggingface_hub import ModelCardData
 
+    run, config = finished.run, finished.config
     model, adapter, scored = config.model, config.adapter, config.scorer is not None
     on_hub = not Path(model.name).exists() and not model.name.startswith("builtin:")
     licence = _licence(model) if on_hub else {}

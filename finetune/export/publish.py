@@ -13,9 +13,10 @@ from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import learnt
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import finished_run, proof, server_commands, staging, upload
+from finetune.export import proof, server_commands, staging, upload
 from finetune.export.conversion import Conversion, Exporter, ExportRequest, exporter_of
 from finetune.export.export_formats import FORMATS
+from finetune.export.finished_run import FinishedRun
 from finetune.export.gguf import gguf_types
 from finetune.export.merging import merge as merging
 from finetune.export.rounding import rounded_run
@@ -56,6 +57,7 @@ def export_model(
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
+    finished = FinishedRun(run, config)
     kind = form.kind or type or _served_type(config.output)
     exporter = exporter_of(form)
     if rounded:
@@ -67,11 +69,11 @@ def export_model(
     with run.locked(), Signals(), libraries.alone():
         folder = run.path / form.folder
         if exporter:
-            record = _converted(run, config, format, exporter, kind, terminal, rounded=rounded)
+            record = _converted(finished, format, exporter, kind, terminal, rounded=rounded)
         elif config.adapter.kind == "none":
-            record = merging.whole(run, config)
+            record = merging.whole(finished)
         else:
-            record = merge_locked(run, config, terminal, note_beside_output)
+            record = merge_locked(finished, terminal, note_beside_output)
     record |= {
         "path": str(folder),
         "serve": server_commands.commands(
@@ -96,18 +98,19 @@ def export_model(
 
 
 def _converted(
-    run: RunDirectory, config: Config, format: str, exporter: Exporter, kind: str, terminal: Terminal, *, rounded: bool
+    finished: FinishedRun, format: str, exporter: Exporter, kind: str, terminal: Terminal, *, rounded: bool
 ) -> dict[str, Any]:  # fmt: skip
     """Convert the trained model to a format, merging it first if need be; returns the proof."""
+    run, config = finished.run, finished.config
     form, note, device = FORMATS[format], note_beside_output, this_device()
     with _out_of_memory_explained(run, format):
-        tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
-        base_identity = finished_run.base_of(run, config.model, config.adapter, note)
+        tokenizer = finished.tokenizer()
+        base_identity = finished.base(note)
         media = prepare.media_of(config.model, config.data, tokenizer)
         job = Conversion(
             run=run, config=config, tokenizer=tokenizer, device=device, kind=kind, base_identity=base_identity,
             compared=prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, media),
-            load_merged=lambda dtype: finished_run.load_merged(run, config.model, device, dtype),
+            load_merged=lambda dtype: finished.load_merged(device, dtype),
         )  # fmt: skip
         exporter.check(job)  # before anything is loaded or written
         promised = (config.output.way, config.output.serve) == ("rounded", kind)
@@ -121,7 +124,7 @@ def _converted(
             )
 
         if form.merged and config.adapter.kind == "lora" and not run.is_merged:
-            merge_locked(run, config, terminal, note)
+            merge_locked(finished, terminal, note)
         if rounded and exporter.forms:
             packed, facts = rounded_run.rounded(job, exporter.forms, note)
             job = replace(job, packed=packed, rounded=facts)
@@ -133,7 +136,7 @@ def _converted(
             trained_on = config.quantization.kind
             beside["merged"] = {"trained_on": trained_on, **merged["served"], "gain_kept": merged.get("gain_kept")}
         record = staging.publish(
-            run, config, run.path / form.folder,
+            finished, run.path / form.folder,
             lambda folder: {"format": format, **exporter.make(job, folder), "rows_of": job.compared.name, **beside},
             base_identity=base_identity, device=device, record_file="export.json", written_as=form.help,
         )  # fmt: skip
@@ -156,18 +159,19 @@ def merge(
     libraries.quiet()
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
-    config = config_of(run, trust_remote_code=trust_remote_code)
+    finished = FinishedRun(run, config_of(run, trust_remote_code=trust_remote_code))
     with run.locked(), Signals(), libraries.alone():
-        return merge_locked(run, config, terminal or Terminal(), note_beside_output, onto)
+        return merge_locked(finished, terminal or Terminal(), note_beside_output, onto)
 
 
 def merge_locked(
-    run: RunDirectory, config: Config, terminal: Terminal, note: Callable[[str], None], onto: str | None = None
+    finished: FinishedRun, terminal: Terminal, note: Callable[[str], None], onto: str | None = None
 ) -> dict[str, Any]:
     """`merge` for a process that already holds the lock."""
     libraries.return_freed_memory()  # such as that of a model that this process has trained
+    run = finished.run
     with _out_of_memory_explained(run, "merged"):
-        proof = merging.merge(run, config, this_device(), note, onto)
+        proof = merging.merge(finished, this_device(), note, onto)
     run.event("merged", **proof)
     terminal.merged(run.merged, proof)
     return proof

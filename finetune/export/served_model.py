@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from finetune.config import ModelSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.export import compressed_export, finished_run
+from finetune.export import compressed_export
 from finetune.export.export_formats import FORMATS
+from finetune.export.finished_run import FinishedRun
 from finetune.export.gguf import gguf_export
 from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory
@@ -36,15 +36,16 @@ def newest(run: RunDirectory, way: str) -> str:
     )
 
 
-def load(run: RunDirectory, name: str, base: ModelSection, device: torch.device, note: Callable[[str], None]) -> Any:
-    """The model in the export `name` of a run on `base`, to compute in the type of the merged one; `note` is told its
+def load(finished: FinishedRun, name: str, device: torch.device, note: Callable[[str], None]) -> Any:
+    """The model in the export `name` of a run, to compute in the type of the merged one; `note` is told its
     folder.
 
     Raises ConfigError if nothing here reads it, ArtifactError for damaged files.
     """
-    folder, kind = _record(run, name).parent, FORMATS[name].kind
+    run, kind = finished.run, FORMATS[name].kind
+    folder = _record(run, name).parent
     note(f"served: {folder}")
-    model = finished_run.load_merged(run, base, device)
+    model = finished.load_merged(device)
     if not kind:
         files = [*folder.glob("*.gguf")]
         if len(files) != 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from finetune.config import Config
 from finetune.export import publish
+from finetune.export.finished_run import FinishedRun
 from finetune.model.build import Blueprint, LoadBase
 from finetune.recipe import building, inputs, opening, resume, start
 from finetune.report import reports
@@ -64,7 +65,7 @@ def train(
             steps = {"step": outcome.steps, "best_step": outcome.best_step}
             opening.record_end(job, session, monitor.peaks, **steps)
             if job.config.output.merge and job.config.adapter.kind == "lora":
-                publish.merge_locked(run, job.config, terminal, note)
+                publish.merge_locked(FinishedRun(run, job.config), terminal, note)
             reports.write(run, end=True)
             run.event("finished", **steps)
             terminal.finished(run)

@@ -16,6 +16,7 @@ import finetune
 from finetune.data.encoded import segments_of
 from finetune.data.prepare import prepare_held_out, questions
 from finetune.evaluation.run_models import model_of
+from finetune.export.finished_run import FinishedRun
 from finetune.storage.rundir import RunDirectory
 from finetune.training import sample_answers
 
@@ -54,7 +55,7 @@ def test_a_run_of_dpo_is_measured_on_held_out_pairs_as_by_whole_logits(
     record = finetune.evaluate(run).record
     measures = {one["name"]: one for one in record["measures"]}
     values = {name: {model: each["value"] for model, each in one["models"].items()} for name, one in measures.items()}
-    model, tokenizer = model_of(run, config, "adapter")
+    model, tokenizer = model_of(FinishedRun(run, config), "adapter")
     rewards = []
     for row in prepare_held_out(config.data, tokenizer)[0]:
         ours = [log_probs(model, each.input_ids, each.labels) for each in segments_of(row)]
@@ -95,7 +96,7 @@ def test_a_run_of_kto_is_measured_on_held_out_answers_as_by_whole_logits(job: An
     run = RunDirectory(config.output.dir)
     record = finetune.evaluate(run).record
     values = {one["name"]: {name: each["value"] for name, each in one["models"].items()} for one in record["measures"]}
-    model, tokenizer = model_of(run, config, "adapter")
+    model, tokenizer = model_of(FinishedRun(run, config), "adapter")
     ratios, desirable = [], []
     for row in prepare_held_out(config.data, tokenizer)[0]:
         ours = [log_probs(model, each.input_ids, each.labels) for each in segments_of(row)]

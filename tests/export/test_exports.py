@@ -29,10 +29,11 @@ from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cli.serve import Serve
 
-from finetune.config import ModelSection, dump
+from finetune.config import Config, dump
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import adapter_export, card, export_formats, finished_run, proof, publish, server_commands, upload
+from finetune.export import adapter_export, card, export_formats, proof, publish, server_commands, upload
 from finetune.export.conversion import ExportRequest
+from finetune.export.finished_run import FinishedRun
 from finetune.export.gguf import gguf_model, gguf_recipes, gguf_types, llama_cpp, ollama
 from finetune.model import build
 from finetune.model.source import chat_template, gguf_names
@@ -186,7 +187,7 @@ def test_the_server_of_transformers_takes_a_folder_as_the_command_gives_it() -> 
 def test_a_command_takes_the_path_of_a_run_as_one_word(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "my run; $(touch x) 'y'")
     with pytest.raises(ArtifactError) as refused:
-        finished_run.load_merged(run, ModelSection(), CPU)
+        FinishedRun(run, Config()).load_merged(CPU)
     told = str(refused.value).partition("`")[2].rpartition("`")[0]
     assert shlex.split(told) == ["finetune", "merge", str(run.path)]
     assert RunDirectory("-to/run").quoted == "./-to/run"
@@ -388,7 +389,7 @@ def test_what_an_export_would_refuse_of_a_tokenizer_is_refused_before_training(
     runtime: str, why: str, trained: RunDirectory
 ) -> None:
     config = trained.config().changed({"output.serve": "16bit", "output.runtime": runtime, "output.way": "rounded"})
-    tokenizer = finished_run.tokenizer_of(trained, config, trained.adapter)
+    tokenizer = FinishedRun(trained, config).tokenizer()
     publish.check_served(trained, config, tokenizer, "chat")
     if runtime == "ollama":
         tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
@@ -491,7 +492,7 @@ def test_the_card_inherits_the_licence_and_has_what_was_measured(
     before = next(line["eval_loss"] for line in run.metrics() if "eval_loss" in line)
     record = {"format": "gguf", "type": "f16", "compared_with": "x", "not_proven": ["Ollama was not run"], **PROOF}
     config = config.changed({"adapter.targets": [".*[.](q|v)_proj"], "optimizer.lora_plus": 16.0})
-    text = card.model_card(run, config, record, "one GGUF file")
+    text = card.model_card(FinishedRun(run, config), record, "one GGUF file")
     for expected in (
         "base_model: meta-llama/Llama-3.1-8B", "license: llama3.1", "license_link: https://example.org/LICENSE",
         "- tatsu-lab/alpaca", "# Llama: meta-llama/Llama-3.1-8B, fine-tuned", "Built with Llama.", "0.003", "GiB",
@@ -517,7 +518,7 @@ def test_a_card_without_a_base_on_the_hub_asks_nothing_and_names_no_folder(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("asked the hub"))
     config = run.config().changed({"model.name": str(tiny_base), "data.train": ["python:1f2e", "rows.jsonl"]})
-    text = card.model_card(run, config, {"format": "merged", **PROOF}, "safetensors")
+    text = card.model_card(FinishedRun(run, config), {"format": "merged", **PROOF}, "safetensors")
     assert str(tiny_base) not in text
     assert "was trained on rows given from Python (hash 1f2e), `rows.jsonl`." in text
     assert "tiny-llama, fine-tuned" in text
@@ -568,9 +569,9 @@ def test_untrusted_names_are_escaped_in_a_card(
             "adapter": config.adapter.model_copy(update={"targets": [f"t{target}t"]}),
         }
     )
-    text = card.model_card(trained, config, {"format": "merged", **PROOF}, "safetensors")
+    text = card.model_card(FinishedRun(trained, config), {"format": "merged", **PROOF}, "safetensors")
     plain = config.changed({"adapter.targets": ["q_proj"]})
-    plain = card.model_card(trained, plain, {"format": "merged", **PROOF}, "safetensors")
+    plain = card.model_card(FinishedRun(trained, plain), {"format": "merged", **PROOF}, "safetensors")
     made, expected = (MarkdownIt("commonmark").enable("table").parse(ModelCard(one).text) for one in (text, plain))
     assert [token.type for token in made] == [token.type for token in expected], "the same structure"
     inline = [child for token in made if token.type == "inline" for child in token.children or []]
@@ -601,7 +602,7 @@ def test_a_licence_that_is_not_text_is_left_out(
     config = trained.config().changed({"model.name": "someone/base"})
     for licence in ("&a [*a]", "{a: b}", "2026-01-01", "[1]"):
         (tmp_path / "README.md").write_text(f"---\nlicense: {licence}\nlicense_name: free\n---\n# Base\n")
-        found = ModelCard(card.model_card(trained, config, {"format": "merged"}, "safetensors")).data
+        found = ModelCard(card.model_card(FinishedRun(trained, config), {"format": "merged"}, "safetensors")).data
         assert (found.get("license"), found.license_name) == (None, "free"), licence
 
 

@@ -22,8 +22,9 @@ import finetune
 from finetune.config import ModelSection
 from finetune.config.sections import RopeScaling
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import finished_run, publish
+from finetune.export import publish
 from finetune.export.conversion import ExportRequest
+from finetune.export.finished_run import FinishedRun
 from finetune.export.gguf import gguf_export
 from finetune.export.rounding import calibration, memory, rounded_run
 from finetune.export.rounding.compensated import DAMPING, compensated
@@ -323,7 +324,7 @@ def test_the_forecast_is_the_memory_that_is_taken(tmp_path: Path) -> None:
 
 def test_rows_are_training_rows_of_one_length(trained: RunDirectory) -> None:
     config = trained.config()
-    tokenizer = finished_run.tokenizer_of(trained, config, trained.adapter)
+    tokenizer = FinishedRun(trained, config).tokenizer()
     ids = calibration.rows(config.data, tokenizer, 0, lambda text: None)
     assert ids.shape[1] <= config.data.max_length
     assert len(ids) != ids.shape[1]
@@ -354,7 +355,7 @@ def job_of(run: RunDirectory, shallow_base: Path) -> Callable[[str], ExportReque
     """A function from a kind to the conversion of a run whose merged model is the base itself."""
     config = run.config().changed({"model.name": str(shallow_base)})
     shutil.copytree(shallow_base, run.merged)
-    tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
+    tokenizer = FinishedRun(run, config).tokenizer()
 
     def make(kind: str) -> ExportRequest:
         return ExportRequest(run, config, tokenizer, CPU, kind)

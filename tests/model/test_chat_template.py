@@ -15,6 +15,7 @@ import finetune
 from finetune.config import DataSection, ModelSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.evaluation import run_models
+from finetune.export.finished_run import FinishedRun
 from finetune.model.source import chat_template
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.storage import records
@@ -117,7 +118,7 @@ def test_a_run_answers_and_merges_with_the_template_that_it_was_trained_with(qui
     run = finetune.train(config).run
     trained_with = file.read_text(encoding="utf-8")
     os.remove(file)
-    tokenizer = run_models.model_of(run, run.config(), "adapter")[1]
+    tokenizer = run_models.model_of(FinishedRun(run, run.config()), "adapter")[1]
     assert tokenizer.chat_template == trained_with
     finetune.merge(run)
     assert (run.merged / "chat_template.jinja").read_text(encoding="utf-8") == trained_with

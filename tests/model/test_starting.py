@@ -17,6 +17,7 @@ import finetune
 from finetune.config import AdapterSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import card
+from finetune.export.finished_run import FinishedRun
 from finetune.model import build
 from finetune.model.adapters import adapter_files, starting
 from finetune.model.adapters.adapter import attach
@@ -133,7 +134,7 @@ def test_a_run_starts_where_another_ended_and_resumes_without_it(quick, tmp_path
     assert [one["start_from"] for one in run.events() if one["event"] == "started"] == [
         {"name": str(first.adapter), "sha256": kept}
     ]
-    text = card.model_card(run, run.config(), {"format": "adapter"}, "an adapter")
+    text = card.model_card(FinishedRun(run, run.config()), {"format": "adapter"}, "an adapter")
     assert f"`adapter` (sha256 {kept})" in text
 
     (first.adapter / "fingerprint.json").write_text(json.dumps({"tokenizer": "0" * 64, "base": None}))

@@ -23,9 +23,10 @@ from finetune.config.field_types import pick
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.errors import ArtifactError, ConfigError
-from finetune.export import finished_run, proof, staging
+from finetune.export import proof, staging
 from finetune.export.card import model_card
 from finetune.export.export_formats import FORMATS
+from finetune.export.finished_run import FinishedRun
 from finetune.export.merging import merged_files
 from finetune.export.merging.bases import ONTO, Bases, Merging, Onto
 from finetune.model.base import load_architecture
@@ -35,17 +36,17 @@ from finetune.model.source.locate import weights_directory
 from finetune.model.structure import sequence_head
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
-from finetune.storage.rundir import RunDirectory
 
 
 def merge(
-    run: RunDirectory, config: Config, device: torch.device, note: Callable[[str], None], onto: str | None = None
+    finished: FinishedRun, device: torch.device, note: Callable[[str], None], onto: str | None = None
 ) -> dict[str, Any]:
     """Publish the merged model and return its proof (see `proof.Proof`) with the identity of the base.
 
     `onto` is a key of ONTO, by default the 16-bit base (the quantized one for LoftQ). A failure leaves the adapter and
     an earlier merged model untouched.
     """
+    run, config = finished.run, finished.config
     if config.adapter.kind == "none":
         raise ConfigError(
             f"{run.path} trained every weight and has no adapter to merge: {run.merged} is already the whole model. "
@@ -54,12 +55,12 @@ def merge(
     if config.model.weights == "random":
         raise ArtifactError(f"{run.path} has a base of random weights, which were not saved; there is nothing to merge")
     chosen = _chosen(config, onto)
-    tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
+    tokenizer = finished.tokenizer(run.adapter)
     media = data_prepare.media_of(config.model, config.data, tokenizer)
     compared = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, media)
 
     folder = weights_directory(config.model.name, config.model.revision, download=True)
-    base_identity = finished_run.base_of(run, config.model, config.adapter, note)
+    base_identity = finished.base(note)
     longest = max([proof.ROW_TOKENS, *map(len, compared.ids)])
     bases = Bases(config, run.adapter, identity.loaded_files(folder), device, compared.shown, longest)
     onto_base = "the 16-bit base" if chosen == "16-bit" else f"the dequantized {config.quantization.kind} base"
@@ -81,19 +82,20 @@ def merge(
         }
 
     return staging.publish(
-        run, config, run.merged, make, base_identity=base_identity, device=device, record_file="merge.json",
+        finished, run.merged, make, base_identity=base_identity, device=device, record_file="merge.json",
         written_as=FORMATS["merged"].help, made_from=made_from if base_identity else None,
         otherwise=f"; the adapter is safe in {run.adapter}, and `finetune merge {run.quoted}` merges it",
     )  # fmt: skip
 
 
-def whole(run: RunDirectory, config: Config) -> dict[str, Any]:
+def whole(finished: FinishedRun) -> dict[str, Any]:
     """Add a model card to the model of a run that trained every weight, in place of a merge."""
-    if not (run.merged / "config.json").is_file():
-        raise ArtifactError(f"{run.merged}: no trained model; did training finish?")
-    finished_run.tokenizer_of(run, config, run.merged)
+    merged = finished.run.merged
+    if not (merged / "config.json").is_file():
+        raise ArtifactError(f"{merged}: no trained model; did training finish?")
+    finished.tokenizer(merged)
     record = {"format": "merged"}
-    write_text(run.merged / "README.md", model_card(run, config, record, "safetensors, for transformers and vLLM"))
+    write_text(merged / "README.md", model_card(finished, record, "safetensors, for transformers and vLLM"))
     return record
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from finetune.choices import CHOICES
-from finetune.config import AdapterSection, Config, DataSection, ModelSection, load
+from finetune.config import Config, DataSection, ModelSection, load
 from finetune.data import fingerprint
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
-from finetune.export import finished_run
+from finetune.export.finished_run import FinishedRun
 from finetune.extras.doctor.findings import Examination, Finding
 from finetune.model import build
 from finetune.model.adapters import adapter_files
@@ -62,7 +62,7 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
         yield from _folder(run.merged, _check_model, f"delete it and run `finetune merge {run.quoted}`")
     if config:
         yield _tokenizer(run, config.model, config.data, foreign)
-        yield from _base(run, config.model, config.adapter)
+        yield from _base(FinishedRun(run, config))
     for path in sorted([*run.path.rglob("*.incomplete"), *run.path.rglob("*.replaced")]):
         name = str(path.relative_to(run.path))
         if path.suffix == ".replaced" and not path.with_suffix("").exists():
@@ -228,16 +228,16 @@ def _tokenizer(run: RunDirectory, model: ModelSection, data: DataSection, foreig
     return Finding("tokenizer", "ok", f"as in training, from {model.tokenizer or model.name}")
 
 
-def _base(run: RunDirectory, model: ModelSection, adapter: AdapterSection) -> Iterator[Finding]:
+def _base(finished: FinishedRun) -> Iterator[Finding]:
     """Check that the config's base is the one of training."""
-    is_published = finished_run.weights_folder(run, adapter).exists()
+    run, model, is_published = finished.run, finished.config.model, finished.weights.exists()
     if not is_published and model.weights == "random":
         return
     unknown: list[str] = []
     try:
         with libraries.offline():
             if is_published:
-                finished_run.base_of(run, model, adapter, unknown.append)
+                finished.base(unknown.append)
             else:
                 _check_base_to_resume(run, model, unknown.append)
     except FinetuneError as error:
