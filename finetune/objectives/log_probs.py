@@ -106,7 +106,7 @@ def prove(model: Any) -> str | None:
 
 def _results(hidden: torch.Tensor, function: Any, *given: Any) -> dict[str, torch.Tensor]:
     """Log-probabilities, and the gradient of the hidden states."""
-    hidden = hidden.detach().clone().requires_grad_()
+    hidden = hidden.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
     output = function(hidden, *given)
     outer = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
     (gradient,) = torch.autograd.grad(output, hidden, outer)
