@@ -56,6 +56,7 @@ from finetune.model.base import load_architecture
 from finetune.model.structure.quantization import changes_to
 from finetune.objectives import Objective
 from finetune.resolve import planning
+from finetune.resolve import steps as resolution
 from finetune.resolve.fit import divisors
 
 MODELS = {"Llama-2-7B": "llama7b_qlora", "Llama-3.1-8B": "llama3_8b_qlora"}
@@ -208,7 +209,7 @@ def rows_of(*, padded: bool) -> Iterator[None]:
     with (
         harness.nothing_kept(),
         mock.patch.object(batching, "longest_batches", longest),
-        mock.patch.object(planning, "_data", lambda *args: None),
+        mock.patch.object(resolution, "_at_hand", lambda job: None),
     ):
         yield
 

@@ -24,6 +24,7 @@ from finetune.model import bounds
 from finetune.model.attention import backends
 from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory
+from finetune.training import sample_answers
 
 POSITIONS = 40
 GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS, "eos_token_id": 0}
@@ -78,8 +79,9 @@ class Notes(Terminal):
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # peft, of GPT-2's layers
 @pytest.mark.parametrize(("kind", "values"), sampled([("gpt2", GPT2), ("llama", LLAMA)], ("gpt2", GPT2)))
 def test_the_default_length_is_lowered_to_the_bases_positions_with_a_note(
-    make_base, long_rows, tmp_path, kind, values, one_sample_answer
+    make_base, long_rows, tmp_path, kind, values, one_sample_answer, monkeypatch
 ) -> None:
+    monkeypatch.setattr(sample_answers, "QUESTIONS", 3)
     (tmp_path / "job.yaml").write_text("training: {precision: fp32}\nquantization: {kind: none}\n")
     job = [f"model.name={make_base(kind, values)}", f"data.train={long_rows}", "data.eval_share=0.5"]
     config = load_config(
