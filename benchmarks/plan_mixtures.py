@@ -17,7 +17,7 @@ from typing import Any
 import harness
 
 import finetune
-from finetune.export import publish
+from finetune.export.rounding import rounded_run
 
 CONFIG = "configs/qwen3_8b_qlora.yaml"
 MODELS: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def _served(gpu: str, way: str, serve: str) -> dict[str, Any]:
     changes = [f"output.serve={serve}", f"output.way={way}", *(["output.runtime=ollama"] if way == "rounded" else [])]
     plan = _planned(SERVED_CONFIG, gpu, 1, *changes)
     config = finetune.load_config(harness.ROOT / SERVED_CONFIG, [*changes, "training.precision=bf16"])
-    rounding = publish.rounding_bytes(config, "cuda")
+    rounding = rounded_run.planned_bytes(config, "cuda")
     return {"gpu": gpu, "way": way, "serve": serve, "rounding_bytes": rounding, "plan": plan}
 
 

@@ -121,7 +121,7 @@ def _plan_training(
 ) -> bool:
     """Print, draw and write the forecast of a training step, and return whether it fits."""
     with libraries.importing():
-        from finetune.export import publish
+        from finetune.export.rounding import rounded_run
         from finetune.report.forecast_view import PlanView
         from finetune.resolve import planning
         from finetune.storage.files import amount
@@ -132,7 +132,7 @@ def _plan_training(
         said = planned.why_quantized or asked.output.serve  # already said in the header
         if (kind := planned.config.quantization.kind) != asked.quantization.kind and not said:
             new_terminal().note(f"quantization.kind: {kind}, the form that `{asked.model.name}` is published in")
-        if rounding := publish.rounding_bytes(planned.config, view.forecast.device.type):
+        if rounding := rounded_run.planned_bytes(planned.config, view.forecast.device.type):
             new_terminal().note(f"rounding with the training rows, apart from training, takes {amount(rounding)}")
     if picture:
         view.draw(picture)

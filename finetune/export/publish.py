@@ -209,12 +209,3 @@ def check_served(run: RunDirectory, config: Config, tokenizer: Any, learns: str)
             f"`output.serve`: what is trained could not be exported: {error}; set {of_template}`output.serve: 16bit` "
             "with `output.runtime: vllm`"
         ) from None
-
-
-def rounding_bytes(config: Config, device_type: str) -> int | None:
-    """Peak bytes on the device while a job's merged model is rounded with training rows; None if it is not."""
-    form = FORMATS[serving.export_of(config.output) or "merged"]
-    exporter = exporter_of(form) if config.output.way == "rounded" else None
-    if not (exporter and exporter.forms):
-        return None
-    return rounded_run.planned_bytes(config, exporter.forms, device_type)

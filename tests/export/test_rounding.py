@@ -22,7 +22,6 @@ import finetune
 from finetune.config import ModelSection
 from finetune.config.sections import RopeScaling
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import publish
 from finetune.export.conversion import ExportRequest
 from finetune.export.finished_run import FinishedRun
 from finetune.export.gguf import gguf_export
@@ -385,8 +384,8 @@ def test_a_full_disk_is_reported_with_the_folder_and_what_was_kept_is_used_again
     assert facts["by_themselves"] == {}
     # As the plan of a training that is served so says.
     served = job.config.changed({"output.serve": "q4_0", "output.way": "rounded"})
-    assert facts["forecast_bytes"] == publish.rounding_bytes(served, "cpu")
-    assert publish.rounding_bytes(job.config, "cpu") is None
+    assert facts["forecast_bytes"] == rounded_run.planned_bytes(served, "cpu")
+    assert rounded_run.planned_bytes(job.config, "cpu") is None
     for lost in (None, "layer-00000.safetensors"):
         said.clear()
         if lost:

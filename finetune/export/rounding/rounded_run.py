@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.config import Config, QuantizationSection, TrainingSection
+from finetune.config import Config, QuantizationSection, TrainingSection, serving
 from finetune.data.prepare import media_of
 from finetune.errors import MachineError
-from finetune.export.conversion import ExportRequest
+from finetune.export.conversion import ExportRequest, exporter_of
+from finetune.export.export_formats import FORMATS
 from finetune.export.rounding import calibration, memory, part_files
 from finetune.export.rounding.layers import LayerRounding
 from finetune.model import build
@@ -83,12 +84,18 @@ def rounded(
     return made.packed(), facts
 
 
-def planned_bytes(config: Config, forms: Forms, device_type: str) -> int:
-    """Peak bytes on the device while a job's merged model is rounded to `output.serve` with enough training rows."""
+def planned_bytes(config: Config, device_type: str) -> int | None:
+    """Peak bytes on the device while a job's merged model is rounded to `output.serve` with enough training rows; None
+    if it is not.
+    """
+    form = FORMATS[serving.export_of(config.output) or "merged"]
+    exporter = exporter_of(form) if config.output.way == "rounded" else None
+    if not (exporter and exporter.forms):
+        return None
     dtype = computed_in(config.training, device_type)
     architecture, plain = load_architecture(config.model, listed=True), QuantizationSection(kind="none")
     model = Blueprint(config.model, plain, architecture, "sdpa", dtype).weightless()
-    parts = part_files.parts_of(model, forms(model, str(config.output.serve)))
+    parts = part_files.parts_of(model, exporter.forms(model, str(config.output.serve)))
     return memory.peak_bytes(model, parts, calibration.shape(config.data.max_length, calibration.TOKENS), dtype)
 
 
