@@ -113,7 +113,7 @@ def collator(job: TrainingJob) -> StepCollator:
         # Ranks that divide a step differently would wait for each other's passes for ever.
         way = replace(way, shares=not any(ranks.gathered(unlike)))
     elif way.packed and way.layout.sequences > 1:
-        why = cannot_share(config, job.architecture)
+        why = cannot_share(config.training, config.kernels, config.model.attention, job.architecture)
         job.outlets.listener.note(f"a prompt is computed once for each answer, not for both: {why}")
     return StepCollator(
         way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), config.distributed.context,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.config import Config
+from finetune.config import Config, KernelsSection, TrainingSection
 from finetune.data.batching import MicroBatching, micro_batches
 from finetune.data.encoded import IGNORE, MEDIA, MISMATCHED, ONE_SEQUENCE, TEACHER, lengths_of
 from finetune.data.media import TEXT_ALONE, Media, joined
@@ -39,18 +39,22 @@ def micro_batching(config: Config, architecture: Any = None) -> MicroBatching:
     Their segments share tokens if the `architecture` is known and allows it.
     """
     layout = layout_of(config)
-    shares = config.data.packing and layout.together > 1 and architecture is not None
-    shares = shares and cannot_share(config, architecture) is None
+    shares = (
+        config.data.packing
+        and layout.together > 1
+        and architecture is not None
+        and cannot_share(config.training, config.kernels, config.model.attention, architecture) is None
+    )
     return MicroBatching.of(config.training, config.data, layout, shares=shares)
 
 
-def cannot_share(config: Config, architecture: Any) -> str | None:
+def cannot_share(training: TrainingSection, kernels: KernelsSection, attention: str, architecture: Any) -> str | None:
     """Why packed segments of a row cannot share tokens in a job, in one clause; None if they can."""
-    if config.training.neftune_noise_alpha:
+    if training.neftune_noise_alpha:
         return "each sequence has noise of its own"
-    if config.kernels.compile == "layers":
+    if kernels.compile == "layers":
         return "layers would be compiled anew for each micro-batch"
-    return packing.cannot_share(config.model.attention, architecture)
+    return packing.cannot_share(attention, architecture)
 
 
 _Sequence = tuple[np.ndarray, np.ndarray]
