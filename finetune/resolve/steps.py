@@ -19,7 +19,7 @@ from finetune.model.source import catalog, prequantized
 from finetune.model.source.locate import at_hand
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.quantization import changes_to
-from finetune.objectives import contract
+from finetune.objectives import OBJECTIVES, contract
 from finetune.report import words
 from finetune.resolve import earlier
 from finetune.resolve.job import Job, Step, Stop
@@ -170,9 +170,17 @@ def _at_hand(job: Job) -> Prepared | None:
 
 
 def reference(job: Job) -> Job:
-    """Choose `preference.reference: auto`: the pass over fewer rows."""
-    chosen = reference_scores.pass_for(job.config, job.data)
-    return job.changed({"preference.reference": chosen}) if chosen else job
+    """Choose `preference.reference: auto`, for an objective that has a reference: what takes fewer seconds.
+
+    Those are proportional to the rows that are scored: all of them once, or those of each step and evaluation. If
+    equal, once: another start, or another run on these rows, scores none.
+    """
+    training, preference = job.config.training, job.config.preference
+    objective = OBJECTIVES.get(training.objective)
+    if objective is None or not objective.reference or preference.reference != "auto":
+        return job
+    once = job.config.caches_reference or reference_scores.in_step_share(training, job.data) >= 1
+    return job.changed({"preference.reference": "cached" if once else "in_step"})
 
 
 # -- what fits the memory ----------------------------------------------------------------------------------------------

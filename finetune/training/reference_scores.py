@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from finetune.config import AdapterSection, Config, TrainingSection
+from finetune.config import AdapterSection, TrainingSection
 from finetune.data.batching import (
     LargestBatch,
     MicroBatching,
@@ -36,7 +36,7 @@ from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, NumbersError
 from finetune.model.base import base_dtype
 from finetune.model.source.catalog import attention_of
-from finetune.objectives import OBJECTIVES, Loss, by_sequence, scored
+from finetune.objectives import Loss, by_sequence, scored
 from finetune.objectives.preference import reference_column
 from finetune.objectives.starting_model import adapter_off
 from finetune.runtime import ranks
@@ -128,18 +128,6 @@ def scoring(into: list[torch.Tensor]) -> Loss:
 def starting(model: Any, adapter: AdapterSection) -> contextlib.AbstractContextManager[None]:
     """A context in which `model`, not yet trained, is the starting model, and does not depend on an adapter's seed."""
     return adapter_off(model) if adapter.starts_at_zero else contextlib.nullcontext()
-
-
-def pass_for(config: Config, data: Prepared | None) -> str | None:
-    """What `preference.reference: auto` is; None for another value, and for an objective without a reference.
-
-    What takes fewer seconds, and those are proportional to the rows that are scored: all of them once, or those of each
-    step and evaluation. If equal, once: another start, or another run on these rows, scores none.
-    """
-    objective = OBJECTIVES.get(config.training.objective)
-    if objective is None or not objective.reference or config.preference.reference != "auto":
-        return None
-    return "cached" if config.caches_reference or in_step_share(config.training, data) >= 1 else "in_step"
 
 
 def in_step_share(training: TrainingSection, data: Prepared | None) -> float:

@@ -15,6 +15,8 @@ import finetune
 from finetune.config import Config
 from finetune.data.prepare import prepare
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.resolve.job import Job
+from finetune.resolve.steps import reference
 from finetune.storage import private
 from finetune.storage.rundir import RunDirectory
 from finetune.training import reference_scores
@@ -177,7 +179,7 @@ def test_auto_scores_once_what_steps_would_score_as_often(job) -> None:
         (["training.epochs=0.5"], "in_step"),
         (["training.epochs=0.5", "adapter.init=pissa"], "cached"),
         (["training.max_steps=3", "training.eval_every=1"], "cached"),
-        (["training.max_steps=3", "training.objective=supervised"], None),
+        (["training.max_steps=3", "training.objective=supervised"], "auto"),
     ):
         config = job("training.max_steps=null", "training.epochs=1", *overrides)
-        assert reference_scores.pass_for(config, data) == chosen
+        assert reference(Job(config, config, data=data)).config.preference.reference == chosen
