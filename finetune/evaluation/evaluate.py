@@ -284,7 +284,7 @@ class _EvaluationJob:
 
         both = {"base", "adapter"} <= {*chosen}
         if self.compared and self.compared.needs_reference and not both:
-            self.compared.score_reference(*model_of(finished, "base"))
+            self.compared.score_reference(HeldOut(*model_of(finished, "base"), config))
         if config.adapter.kind == "lora" and both:
             model, tokenizer = model_of(finished, "adapter")
             measure("adapter", model, tokenizer)
@@ -297,14 +297,15 @@ class _EvaluationJob:
         return {name: results[name] for name in chosen}
 
     def measure(self, model: Any, tokenizer: Any) -> ModelResults:
+        held_out = HeldOut(model, tokenizer, self.config)
         if self.scored:
-            return self.scored.measure(model, tokenizer)
+            return self.scored.measure(held_out)
         results = ModelResults()
         if self.compared:
-            results = self.compared.measure(model, tokenizer)
+            results = self.compared.measure(held_out)
         elif self.with_loss:
             rows, _ = prepare.prepare_held_out(self.config.data, tokenizer, self.media)
-            nats, by_row = HeldOut(model, tokenizer, self.config).loss(rows)
+            nats, by_row = held_out.loss(rows)
             if not math.isfinite(nats):
                 raise NumbersError(
                     f"the held-out loss is {nats}: run `finetune doctor {self.run.quoted}` to find weights that are "

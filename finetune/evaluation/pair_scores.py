@@ -39,7 +39,6 @@ _NAMES: dict[str, tuple[str, Literal["higher", "lower"] | None]] = {
 class ComparedPairs:
     """The held-out pairs, or labelled answers, of a run, which its models are measured on."""
 
-    config: Config
     objective: Objective
     rows: Any
     _scored: bool = field(default=False, init=False)
@@ -54,7 +53,7 @@ class ComparedPairs:
         if objective.reference and not config.adapter.starts_at_zero:
             return None
         objective = objective.bound(config.preference)
-        return cls(config, objective, prepare.prepare_held_out(config.data, tokenizer)[0])
+        return cls(objective, prepare.prepare_held_out(config.data, tokenizer)[0])
 
     @property
     def needs_reference(self) -> bool:
@@ -66,12 +65,11 @@ class ComparedPairs:
         """Whether a row has two answers, one against the other."""
         return self.objective.layout.segments == PAIRS.segments
 
-    def score_reference(self, model: Any, tokenizer: Any) -> None:
-        """Give the rows their log-probabilities under `model` without its adapter."""
+    def score_reference(self, held_out: HeldOut) -> None:
+        """Give the rows their log-probabilities under the model without its adapter."""
         segments, by_pass = self.objective.layout.segments, []
-        held_out = HeldOut(model, tokenizer, self.config)
         passes: list[Callable[[Batch], Batch]] = [lambda inputs: inputs, *([apart] if self.objective.step_mean else [])]
-        with adapter_off(model):
+        with adapter_off(held_out.model):
             for part in passes:
                 sums: list[torch.Tensor] = []
                 held_out.sums(self.rows, self.objective.layout, scoring(sums), part)
@@ -82,18 +80,17 @@ class ComparedPairs:
         layout = replace(self.objective.layout, values=(*self.objective.layout.values, *columns))
         self.objective, self._scored = replace(self.objective, layout=layout), True
 
-    def measure(self, model: Any, tokenizer: Any) -> ModelResults:
+    def measure(self, held_out: HeldOut) -> ModelResults:
         """The results of one model; the base without its adapter scores the rows first, if it has not yet.
 
         What the objective needs the mean of over a step, it gets over all rows.
         """
         if self.needs_reference:
-            self.score_reference(model, tokenizer)
-        held_out = HeldOut(model, tokenizer, self.config)
+            self.score_reference(held_out)
         layout, mean, sums = self.objective.layout, Batch(), list[torch.Tensor]()
         if self.objective.step_mean:
             total, count = held_out.sums(self.rows, layout, self.objective.step_mean, apart)
-            mean = {"step_mean": torch.tensor(total / count, device=model.device)}
+            mean = {"step_mean": torch.tensor(total / count, device=held_out.model.device)}
 
         def watched(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
             total, count, *statistics = self.objective.evaluated(model, batch)

@@ -52,9 +52,9 @@ class ScoredRows:
         rows, counts = prepare.prepare_held_out(section, tokenizer)
         return cls(config, objective, rows, counts.dropped_why)
 
-    def measure(self, model: Any, tokenizer: Any) -> ModelResults:
+    def measure(self, held_out: HeldOut) -> ModelResults:
         """The results of one model, with scores of each row."""
-        loss, scores = HeldOut(model, tokenizer, self.config).scores(self.rows, self.objective)
+        loss, scores = held_out.scores(self.rows, self.objective)
         if self.config.scorer == "classifier":
             return self._classes(loss, scores[:, 0])
         if not self.objective.layout.segments:
