@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from finetune import objectives
 from finetune.choices import config_of
 from finetune.config import Config, DataSection, named
 from finetune.config.field_types import pick
@@ -95,7 +96,7 @@ def evaluate(
     job = _EvaluationJob(run, config, with_loss=with_loss, media=media)
     settings, rules = Settings(max_new_tokens, batch_size=batch_size), [find(name) for name in metrics]
     if config.scorer:
-        job.scored = ScoredRows.of(config, tokenizer)
+        job.scored = ScoredRows.of(config.data, objectives.of(config), tokenizer)
     elif with_loss:
         job.compared = ComparedPairs.of(config, tokenizer)
     if metrics:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune import objectives
-from finetune.config import Config
+from finetune.config import DataSection
 from finetune.data import pairs, prepare
 from finetune.data.encoded import lengths_of
 from finetune.data.labelled import LABEL
@@ -34,28 +33,30 @@ _PAIRS = ("pairs", "pairs_with_margin")
 class ScoredRows:
     """The rows of an evaluation that a run's models score, and the objective that has such rows."""
 
-    config: Config
+    section: DataSection
     objective: Objective
     rows: Any
     left_out: Mapping[str, int]
 
     @classmethod
-    def of(cls, config: Config, tokenizer: Any) -> ScoredRows:
-        """The evaluation set of `config`. Of a reward model it may be of single answers. Raises DataError."""
-        section, objective = config.data, objectives.of(config)
-        if config.scorer == "reward model" and section.format in _PAIRS:
+    def of(cls, section: DataSection, objective: Objective, tokenizer: Any) -> ScoredRows:
+        """The evaluation set of a run with this objective. Of a reward model it may be of single answers.
+
+        Raises DataError.
+        """
+        if section.format in _PAIRS:  # which only a reward model has
             fields = next(prepare.held_out_rows(section, tokenizer)).fields
             columns = {name: column for name, column in section.columns.items() if column in fields}
             if not pairs.FIELDS & {*fields, *columns}:
                 section = section.model_copy(update={"format": "auto", "columns": columns})
                 objective = rewards.ANSWERS
         rows, counts = prepare.prepare_held_out(section, tokenizer)
-        return cls(config, objective, rows, counts.dropped_why)
+        return cls(section, objective, rows, counts.dropped_why)
 
     def measure(self, held_out: HeldOut) -> ModelResults:
         """The results of one model, with scores of each row."""
         loss, scores = held_out.scores(self.rows, self.objective)
-        if self.config.scorer == "classifier":
+        if self.section.labels:  # a classifier
             return self._classes(loss, scores[:, 0])
         if not self.objective.layout.segments:
             results = ModelResults(scores={"reward": scores.flatten().tolist()})
@@ -71,8 +72,8 @@ class ScoredRows:
 
     def lines(self, by_model: Mapping[str, ModelResults]) -> list[dict[str, Any]]:
         """The lines of eval_answers.jsonl: each row with its scores by model, and of a classifier, its classes."""
-        first, classes = next(iter(by_model.values())), self.config.data.labels
-        wanted = [classes[int(label)] for label in self.rows[LABEL]] if self.config.scorer == "classifier" else []
+        first, classes = next(iter(by_model.values())), self.section.labels
+        wanted = [classes[int(label)] for label in self.rows[LABEL]] if classes else []
         return [
             {
                 "row": location,
@@ -93,7 +94,7 @@ class ScoredRows:
         """A class is given where its score alone is the highest: the base, whose scores are equal, gives none."""
         highest = scores.max(1, keepdim=True).values == scores  # (rows, labels)
         given = torch.where(highest.sum(1, keepdim=True) == 1, highest, False).long().numpy()
-        classes = self.config.data.labels
+        classes = self.section.labels
         labels = np.asarray(self.rows[LABEL], dtype=np.int64)
         wanted = np.eye(len(classes), dtype=np.int64)[labels]
         right = (given * wanted).sum(axis=1)
