@@ -452,6 +452,7 @@ def test_a_base_that_the_run_does_not_have_is_refused() -> None:
         ("quantization.kind=none", "quantized", "16-bit"), ("adapter.init=loftq", "16-bit", "quantized")
     ):  # fmt: skip
         config = load_config(Path("configs/tiny_cpu.yaml"), ["data.train=x.jsonl", change])
+        sections = config.adapter, config.quantization, config.model
         with refusal(ConfigError, f"`{onto}`", f"`{other}`" if "loftq" in change else "was not quantized"):
-            merge._chosen(config, onto)
-        assert merge._chosen(config, None) == other
+            merge._chosen(onto, *sections)
+        assert merge._chosen(None, *sections) == other

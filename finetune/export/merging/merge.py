@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from finetune.config import Config
+from finetune.config import AdapterSection, ModelSection, QuantizationSection
 from finetune.config.field_types import pick
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
@@ -54,7 +54,7 @@ def merge(
         )
     if config.model.weights == "random":
         raise ArtifactError(f"{run.path} has a base of random weights, which were not saved; there is nothing to merge")
-    chosen = _chosen(config, onto)
+    chosen = _chosen(onto, config.adapter, config.quantization, config.model)
     tokenizer = finished.tokenizer(run.adapter)
     media = data_prepare.media_of(config.model, config.data, tokenizer)
     compared = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, media)
@@ -99,12 +99,13 @@ def whole(finished: FinishedRun) -> dict[str, Any]:
     return record
 
 
-def _chosen(config: Config, onto: str | None) -> Onto:
-    loftq = config.adapter.init == "loftq"
+def _chosen(onto: str | None, adapter: AdapterSection, quantization: QuantizationSection, model: ModelSection) -> Onto:
+    """The base to merge into, where `onto` was asked for. Raises ConfigError if the run has no such base."""
+    loftq = adapter.init == "loftq"
     if onto is None:
         return "quantized" if loftq else "16-bit"
     pick(ONTO, onto, "base")
-    if onto == "quantized" and not prequantized.requantizes(config.quantization, load_architecture(config.model)):
+    if onto == "quantized" and not prequantized.requantizes(quantization, load_architecture(model)):
         raise ConfigError("`quantized`: the base of this run was not quantized for training; merge onto `16-bit`")
     if onto == "16-bit" and loftq:
         raise ConfigError("`16-bit`: an adapter of LoftQ corrects the quantized base; merge onto `quantized`")
