@@ -128,7 +128,7 @@ def nothing_kept() -> Iterator[None]:
     """In the block, forecasts are made: their cache does not know of functions that a benchmark replaces."""
     from finetune.forecast.cache import Kept
 
-    with mock.patch.object(Kept, "get", lambda self, config, batches, trace: trace()):
+    with mock.patch.object(Kept, "get", lambda self, batches, trace: trace()):
         yield
 
 

@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _traced_anew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of forecasts makes its own, and reads none that another test has kept with other functions in place."""
     if request.path.parent.name in {"forecast", "golden"} and request.path.name != "test_forecast_cache.py":
-        monkeypatch.setattr(Kept, "get", lambda self, config, batches, trace: trace())
+        monkeypatch.setattr(Kept, "get", lambda self, batches, trace: trace())
 
 
 _modules_at_freeze = 0

@@ -40,18 +40,19 @@ _MEMORY = ("budget_bytes", "outside_bytes")
 
 @dataclass(frozen=True)
 class Kept:
-    """The kept forecasts of a model on `gpus` devices of a kind, for the worst routing, or an even one (`evenly`)."""
+    """The kept forecasts of a job on `gpus` devices of a kind, for the worst routing, or an even one (`evenly`)."""
 
+    config: Config
     architecture: Any
     device: Device
     gpus: int
     evenly: bool = False
 
-    def get(self, config: Config, batches: Sequence[LargestBatch | None], trace: Callable[[], Forecast]) -> Forecast:
+    def get(self, batches: Sequence[LargestBatch | None], trace: Callable[[], Forecast]) -> Forecast:
         """The kept forecast of a step on these `batches`, or the one that `trace` makes, which is then kept."""
-        if config.model.trust_remote_code or config.adapter.start_from:
+        if self.config.model.trust_remote_code or self.config.adapter.start_from:
             return trace()  # depends on files that the key does not know
-        file = private.cache_folder() / _FOLDER / f"{self._key(config, batches)}.json"
+        file = private.cache_folder() / _FOLDER / f"{self._key(batches)}.json"
         if kept := self._read(file):
             return kept
         made = trace()
@@ -85,7 +86,8 @@ class Kept:
             holds = not forecast.returns_segments and peak <= now.room_bytes
         return job_forecast.on(forecast, now) if holds else None
 
-    def _key(self, config: Config, batches: Sequence[LargestBatch | None]) -> str:
+    def _key(self, batches: Sequence[LargestBatch | None]) -> str:
+        config = self.config
         varying = (*_MEMORY, *(["rates"] if self.device.type == "cpu" else []))  # a CPU's are measured each time
         parts = [
             config.model_dump_json(exclude=_IRRELEVANT),

@@ -62,10 +62,10 @@ class Forecaster:
         self, config: Config, batch: LargestBatch, evaluation: LargestBatch | None, evenly: bool = False
     ) -> Forecast:  # fmt: skip
         """The forecast of these batches: one that was kept, or else a traced one."""
-        kept = Kept(self.architecture, self._device(config), self.gpus, evenly)
+        kept = Kept(config, self.architecture, self._device(config), self.gpus, evenly)
         reference = self._scored(config)
         return kept.get(
-            config, [batch, evaluation, reference], lambda: self._forecast(config, batch, evaluation, reference, evenly)
+            [batch, evaluation, reference], lambda: self._forecast(config, batch, evaluation, reference, evenly)
         )
 
     def _device(self, config: Config) -> Device:

@@ -185,8 +185,9 @@ def test_with_other_memory_free_a_forecast_holds_unless_the_allocator_would_act_
         made.append(device)
         return forecast_of(device, peak=peak, returns_segments=returns_segments)
 
-    Kept(job.architecture, then, 1).get(job.config, [batch], lambda: trace_on(then))
-    assert Kept(job.architecture, now, 1).get(job.config, [batch], lambda: trace_on(now)).device == now
+    kept = Kept(job.config, job.architecture, then, 1)
+    kept.get([batch], lambda: trace_on(then))
+    assert dataclasses.replace(kept, device=now).get([batch], lambda: trace_on(now)).device == now
     assert (len(made) == 2) == is_traced
 
 
