@@ -59,7 +59,7 @@ def forecast() -> dict[str, Any]:
         with _tiles(tiled):
             planner = planning.planner_for(config, CARD)
             whole = planner.forecast()
-            longest = _longest(planner, config, whole)
+            longest = _longest(planner, whole)
         found[name] = {
             "fits": whole.fits,
             "needed_bytes": whole.needed_bytes,
@@ -81,14 +81,14 @@ def _tiles(tiled: bool) -> Iterator[None]:
         yield
 
 
-def _longest(planner: Any, config: Any, whole: Any) -> int:
+def _longest(planner: Any, whole: Any) -> int:
     """The longest row that fits, in whole GRAINs, up to that of the config."""
     if whole.fits:
-        return config.data.max_length
-    low, high = 0, config.data.max_length // GRAIN
+        return planner.config.data.max_length
+    low, high = 0, planner.config.data.max_length // GRAIN
     while high - low > 1:
         middle = (low + high) // 2
-        fits = planner.forecast(config.changed({"data.max_length": middle * GRAIN})).fits
+        fits = planner.forecast_with({"data.max_length": middle * GRAIN}).fits
         low, high = (middle, high) if fits else (low, middle)
     return low * GRAIN
 

@@ -1,9 +1,11 @@
-"""Forecasts a training step of a config on a device: its largest micro-batches are looked up or traced."""
+"""Forecasts a training step of a job on a device: its largest micro-batches are looked up or traced."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Self
 
 from finetune import objectives
 from finetune.config import Config
@@ -25,10 +27,11 @@ from finetune.training.collator import micro_batching
 
 @dataclass(frozen=True)
 class Forecaster:
-    """Forecasts configs that vary one job, on one device.
+    """Forecasts one config on one device, and its variants, which share what was traced.
 
-    `config` is the job's own. `data` gives the lengths of the rows; without it every row counts as `data.max_length`
-    long. `gpus` of that kind share each step, one to a rank; every forecast is that of rank 0.
+    `data` gives the lengths of the rows, which were prepared for a `data.max_length` of `row_length`, by default that
+    of the config; without it every row counts as `data.max_length` long. `gpus` of that kind share each step, one to a
+    rank; every forecast is that of rank 0.
     """
 
     config: Config
@@ -36,6 +39,7 @@ class Forecaster:
     device: Device
     data: Prepared | None
     gpus: int = 1
+    row_length: int | None = None
     _known: dict[tuple[str, bool, tuple[LargestBatch, ...]], Forecast] = field(default_factory=dict)
     _models: Models = field(default_factory=Models)
     _largest_scored: dict[tuple[MicroBatching, int], LargestBatch | None] = field(default_factory=dict)
@@ -43,43 +47,47 @@ class Forecaster:
         default_factory=dict
     )
 
-    def forecast(
-        self, config: Config | None = None, *, evaluates: bool = True, most_tokens: int | None = None
+    def variant(self, config: Config) -> Self:
+        """The forecaster of another config of this job, with the same rows and what was traced so far."""
+        return replace(self, config=config, row_length=self.row_length or self.config.data.max_length)
+
+    def forecast_with(
+        self, changes: Mapping[str, Any], *, evaluates: bool = True, most_tokens: int | None = None
     ) -> Forecast:
-        """The forecast of `config`, by default the job itself; without `evaluates`, leaving out the evaluation.
+        """The forecast of the config with these values of some `section.key`."""
+        return self.variant(self.config.changed(changes)).forecast(evaluates=evaluates, most_tokens=most_tokens)
+
+    def forecast(self, *, evaluates: bool = True, most_tokens: int | None = None) -> Forecast:
+        """The forecast of the config; without `evaluates`, leaving out the evaluation.
 
         With `most_tokens`, that of the largest micro-batch of rows up to that length.
         """
-        config = config or self.config
-        batches, evaluation = self._largest_batches(config, most_tokens)
-        key = config.model_dump_json(), evaluates, tuple(batches)
+        batches, evaluation = self.largest_batches(most_tokens)
+        key = self.config.model_dump_json(), evaluates, tuple(batches)
         if key not in self._known:
-            each = [self.kept_or_traced(config, batch, evaluation if evaluates else None) for batch in batches]
+            each = [self.kept_or_traced(batch, evaluation if evaluates else None) for batch in batches]
             self._known[key] = max(each, key=lambda one: one.needed_bytes)
         return self._known[key]
 
-    def kept_or_traced(
-        self, config: Config, batch: LargestBatch, evaluation: LargestBatch | None, evenly: bool = False
-    ) -> Forecast:  # fmt: skip
+    def kept_or_traced(self, batch: LargestBatch, evaluation: LargestBatch | None, evenly: bool = False) -> Forecast:
         """The forecast of these batches: one that was kept, or else a traced one."""
-        kept = Kept(config, self.architecture, self._device(config), self.gpus, evenly)
-        reference = self._scored(config)
-        return kept.get(
-            [batch, evaluation, reference], lambda: self._forecast(config, batch, evaluation, reference, evenly)
-        )
+        kept = Kept(self.config, self.architecture, self._device(), self.gpus, evenly)
+        reference = self._scored()
+        return kept.get([batch, evaluation, reference], lambda: self._traced(batch, evaluation, reference, evenly))
 
-    def _device(self, config: Config) -> Device:
+    def _device(self) -> Device:
         """The device as one of the ranks uses it, with the rate of the job's precision."""
-        section, device = config.distributed, self.device
-        if config.training.precision == "fp32":
+        section, device = self.config.distributed, self.device
+        if self.config.training.precision == "fp32":
             device = device.in_float32()
         return devices.of_ranks(device, strategies.groups(section, self.gpus), section.context)
 
-    def _forecast(
-        self, config: Config, batch: LargestBatch, evaluation: LargestBatch | None,
-        reference: LargestBatch | None = None, evenly: bool = False,
+    def _traced(
+        self, batch: LargestBatch, evaluation: LargestBatch | None, reference: LargestBatch | None = None,
+        evenly: bool = False,
     ) -> Forecast:  # fmt: skip
-        device = self._device(config)
+        """The forecast of these batches by a trace of their step."""
+        config, device = self.config, self._device()
         if config.training.deterministic:
             device = device.deterministic()
         implementation = attention(config, self.architecture, device)
@@ -94,8 +102,7 @@ class Forecaster:
             self.data.media if self.data else TEXT_ALONE,
         )  # fmt: skip
         trace = trace_step(setting, self._models)
-        way = micro_batching(config, self.architecture)
-        per_rank = batching.per_step(config.training.batch_size, way, batch) // section.shares(self.gpus)
+        per_rank = batching.per_step(config.training.batch_size, self.way, batch) // section.shares(self.gpus)
         run = RunSetting(
             micro_batches=max(1, per_rank),
             pixel_bytes=setting.media.nbytes(batch.images),
@@ -113,65 +120,68 @@ class Forecaster:
         )
         return job_forecast.make(trace, device, batch, implementation, run)
 
-    def with_reference(self, config: Config, forecast: Forecast) -> Forecast:
+    def with_reference(self, forecast: Forecast) -> Forecast:
         """`forecast` with the seconds of the pass that scores the reference, if there is one."""
-        shares, data = config.distributed.shares(self.gpus), self.data
+        shares, data = self.config.distributed.shares(self.gpus), self.data
         if forecast.reference is None or data is None:
             return job_forecast.with_reference(forecast, shares, None, 0, 0)
-        way = micro_batching(config, self.architecture)
-        batches = reference_scores.positions(way, data, self._share(config)) / forecast.batch.positions
+        batches = reference_scores.positions(self.way, data, self.step_rows) / forecast.batch.positions
         rows = len(data.train) + len(data.eval or ())
-        in_step = reference_scores.in_step_share(config.training, data)
+        in_step = reference_scores.in_step_share(self.config.training, data)
         return job_forecast.with_reference(forecast, shares, rows, batches, in_step)
 
-    def with_routing(self, config: Config, forecast: Forecast) -> Forecast:
+    def with_routing(self, forecast: Forecast) -> Forecast:
         """`forecast`, with what is needed if experts get equally many tokens, where that is less."""
         if not forecast.experts.routed:
             return forecast
-        evaluation = self._largest_batches(config)[1]
-        evenly = self.kept_or_traced(config, forecast.batch, evaluation, evenly=True).needed_bytes
+        evaluation = self.largest_batches()[1]
+        evenly = self.kept_or_traced(forecast.batch, evaluation, evenly=True).needed_bytes
         if evenly >= forecast.needed_bytes:
             return forecast
         return replace(forecast, experts=replace(forecast.experts, evenly_routed_bytes=evenly))
 
-    def _share(self, config: Config) -> int:
-        """Rows of a step that one rank computes, alone or with the others of its group."""
-        return max(1, config.training.batch_size // config.distributed.shares(self.gpus))
+    @cached_property
+    def way(self) -> MicroBatching:
+        """How a step is divided into micro-batches."""
+        return micro_batching(self.config, self.architecture)
 
-    def _scored(self, config: Config) -> LargestBatch | None:
+    @property
+    def step_rows(self) -> int:
+        """Rows of a step that one rank computes, alone or with the others of its group."""
+        return max(1, self.config.training.batch_size // self.config.distributed.shares(self.gpus))
+
+    def _scored(self) -> LargestBatch | None:
         """The largest batch in which the reference is scored; None without a reference or without data."""
-        if not (config.caches_reference and objectives.of(config).reference):
+        if not (self.config.caches_reference and objectives.of(self.config).reference):
             return None
-        if self.data is None or config.data.max_length != self.config.data.max_length:
+        if self.data is None or self.row_length not in (None, self.config.data.max_length):
             return None
-        key = micro_batching(config, self.architecture), self._share(config)
+        key = self.way, self.step_rows
         if key not in self._largest_scored:
-            self._largest_scored[key] = reference_scores.largest_batch(key[0], self.data, key[1])
+            self._largest_scored[key] = reference_scores.largest_batch(self.way, self.data, self.step_rows)
         return self._largest_scored[key]
 
-    def _largest_batches(
-        self, config: Config, most_tokens: int | None = None
-    ) -> tuple[list[LargestBatch], LargestBatch | None]:
+    def largest_batches(self, most_tokens: int | None = None) -> tuple[list[LargestBatch], LargestBatch | None]:
         """The largest training micro-batches that data and sampler can produce, and that of the evaluation set.
 
-        Training rows are at most `most_tokens` long. Without data, and with a `data.max_length` other than the job's,
-        all rows are assumed to be as long as that.
+        Training rows are at most `most_tokens` long. Without data, and with a `data.max_length` other than the rows
+        were prepared for, all rows are assumed to be as long as that.
         """
-        way, step_rows = micro_batching(config, self.architecture), self._share(config)
-        if config.model.vision != "none" and self.data is None:
+        way, step_rows, max_length = self.way, self.step_rows, self.config.data.max_length
+        if self.config.model.vision != "none" and self.data is None:
             raise ForecastError(
                 "`data.train`: a forecast with images needs the rows and the processor of the base on this machine; "
                 "copy them here, or set `model.vision: none` for one of text"
             )
-        longer = config.data.max_length > self.config.data.max_length
-        shorter = config.data.max_length < self.config.data.max_length
+        row_length = self.row_length or max_length
+        shorter = max_length < row_length
         if shorter and self.data and self.data.media:  # rows with images are dropped, not cut
-            most_tokens = min(most_tokens or config.data.max_length, config.data.max_length)
-        elif self.data is None or shorter or longer:
-            longest = batching.longest_batches(way, step_rows, config.data.max_length)
+            most_tokens = min(most_tokens or max_length, max_length)
+        elif self.data is None or max_length != row_length:
+            longest = batching.longest_batches(way, step_rows, max_length)
             if self.data and self.data.media:
                 longest = [batching.with_most_images(Sizes.of(self.data.train, way), batch) for batch in longest]
-            return longest, None if config.data.eval == "none" else longest[0]
+            return longest, None if self.config.data.eval == "none" else longest[0]
         key = way, step_rows, most_tokens, shorter
         if key not in self._largest:
             self._largest[key] = (

@@ -36,7 +36,6 @@ from finetune.resolve import by_length
 from finetune.resolve import fit as fitting
 from finetune.resolve.fit import NothingFits
 from finetune.training import strategies
-from finetune.training.collator import micro_batching
 
 # A lever that saves less than this share is not worth mentioning.
 _LEAST_SAVED = 0.005
@@ -50,25 +49,21 @@ _ROWS_SEEN = 100_000
 class Planner(Forecaster):
     """Chooses settings of one job on one device by forecasts of its variants."""
 
-    def forecast_with(self, changes: Mapping[str, Any], *, evaluates: bool = True) -> Forecast:
-        """The forecast of the job with these values of some `section.key`."""
-        return self.forecast(self.config.changed(changes), evaluates=evaluates)
-
     def with_changes(self, changes: Mapping[str, Any]) -> Planner:
         """The planner of the job with these values. Rows longer than its `data.max_length` all count as that long."""
         config, data = self.config.changed(changes), self.data
         counts = [each for each in (data.train_counts, data.eval_counts) if each] if data else []
         whole = all(each.longest <= config.data.max_length for each in counts)
-        return replace(self, config=config, data=data if whole else None, _known={}, _largest={})
+        return replace(self, config=config, data=data if whole else None, row_length=None, _known={}, _largest={})
 
-    def levers(self, config: Config, before: Forecast) -> list[tuple[Lever, Forecast]]:
+    def levers(self, before: Forecast) -> list[tuple[Lever, Forecast]]:
         """Each lever that would reduce the forecast `before`, with the forecast after it is pulled."""
         # Against what the job itself takes: on a CPU the rest is whatever this process happens to hold.
         below = before.needed_bytes - before.peak_reserved_bytes * _LEAST_SAVED
         pulled: list[tuple[Lever, Forecast]] = []
-        for lever in levers(config, self.gpus):
+        for lever in levers(self.config, self.gpus):
             with contextlib.suppress(ConfigError):  # a model that cannot be sharded
-                pulled.append((lever, self.forecast(config.changed(lever.changes))))
+                pulled.append((lever, self.forecast_with(lever.changes)))
         return [(lever, after) for lever, after in pulled if after.needed_bytes < below]
 
     def least_quantized(self) -> tuple[str, str]:
@@ -78,7 +73,7 @@ class Planner(Forecaster):
             config = self.config.changed(changes_to(kind))
             if contradictions(config):
                 continue
-            smallest, chosen = replace(self, config=config).smallest(), kind
+            smallest, chosen = self.variant(config).smallest(), kind
             needs[kind] = f"{smallest.needed_bytes / 2**30:.2f} {'unquantized' if kind == 'none' else f'in {kind}'}"
             if smallest.fits:
                 break
@@ -94,12 +89,12 @@ class Planner(Forecaster):
             chosen["training.micro_batch"] = 1
         if self.config.memory.checkpointing == "auto":
             chosen["memory.checkpointing"] = "all"
-        return self.forecast(self._shared(lambda way: way.changed(chosen)).changed(chosen))
+        return self._shared(lambda way: way.changed(chosen)).forecast_with(chosen)
 
     def resolve(self) -> tuple[Config, Fitted | None]:
         """The job with a value for all that is `auto`, and what was chosen; the least setting where nothing fits."""
         if self.config.fitted:
-            return self._shared(lambda config: config), None
+            return self._shared(lambda config: config).config, None
         try:
             fitted = self.fit()
         except NothingFits as least:
@@ -116,23 +111,22 @@ class Planner(Forecaster):
         training, memory = self.config.training, self.config.memory
         compiled = self.config.kernels.compile == "layers"  # such a layer keeps all or nothing, and offloads nothing
         offloads = self.device.type == "cuda" and not compiled
-        each = self._share(self.config)
-        rows = fitting.divisors(each) if training.micro_batch == "auto" else [training.rows]
+        rows = fitting.divisors(self.step_rows) if training.micro_batch == "auto" else [training.rows]
         recomputed = None if memory.checkpointing == "auto" else memory.checkpointing
         least = functools.partial(fitting.least, offloads=offloads, rows=rows, checkpointing=recomputed)
         shared = self._shared(least)
         fitted = fitting.fit(
-            shared,
+            shared.config,
             self.architecture.get_text_config().num_hidden_layers,
-            self.forecast,
+            lambda config: self.variant(config).forecast(),
             offloads=offloads,
             levels=("none", "all") if compiled else checkpointing.levels(self.architecture),
             rows=rows,
             checkpointing=recomputed,
         )
-        if shared is self.config:
+        if shared is self:
             return fitted
-        copies = shared.distributed.kind == "ddp"
+        copies = shared.config.distributed.kind == "ddp"
         why = {"distributed.kind": "a copy of the model fits each GPU" if copies else "copies of the model do not fit"}
         if not copies:
             why["distributed.stage"] = "the least sharding that fits"
@@ -144,12 +138,12 @@ class Planner(Forecaster):
         Micro-batches of equal size have nothing to gain. The ranks that hold a model in shards exchange them within the
         passes of a layer, so that all must recompute alike; compiled layers would be compiled for each level.
         """
-        config = fitted.config
+        config, planner = fitted.config, self.variant(fitted.config)
         chosen, layers = config.memory.checkpointing, self.architecture.get_text_config().num_hidden_layers
         # The levels worth their bytes that recompute less than some layer of `fitted` does.
         least = min(map(LEVELS.index, checkpointing.pattern(chosen, layers)))
         levels = [level for level in fitted.levels if LEVELS.index(level) <= least and level != chosen]
-        way, shares = micro_batching(config, self.architecture), config.distributed
+        way, shares = planner.way, config.distributed
         in_parts = strategies.holds_parts(shares, self.gpus)
         plain = config.kernels.compile == config.memory.offload == "none"
         if not levels or self.data is None or way.tokens or in_parts or shares.context > 1 or not plain:
@@ -160,48 +154,48 @@ class Planner(Forecaster):
         seen = batching.epoch(sizes.lengths, rows, training.batch_size, way, sizes.areas)
 
         def at(level: str, most_tokens: int | None = None) -> Forecast:
-            return self.forecast(config.changed({"memory.checkpointing": level}), most_tokens=most_tokens)
+            return planner.forecast_with({"memory.checkpointing": level}, most_tokens=most_tokens)
 
         shorter = by_length.find(fitted.forecast, {level: at(level) for level in levels}, map(max, seen), at)
         return replace(fitted, forecast=job_forecast.with_shorter(fitted.forecast, shorter))
 
-    def _shared(self, least: Callable[[Config], Config]) -> Config:
+    def _shared(self, least: Callable[[Config], Config]) -> Planner:
         """The job with the least sharding that lets `least` of it fit, where the ranks' sharing is `auto`."""
         if self.gpus == 1 or self.config.distributed.kind != "auto":
-            return self.config
-        most = self.config
-        for way in map(self.config.changed, strategies.least_first(self.config)):
+            return self
+        most = self
+        for way in strategies.least_first(self.config):
+            sharing = self.variant(self.config.changed(way))
             try:
-                fits = self.forecast(least(way)).fits
+                fits = sharing.variant(least(sharing.config)).forecast().fits
             except ConfigError:  # this model, or the optimizer's states of its weights, cannot be sharded so
                 continue
-            most = way
+            most = sharing
             if fits:
                 break
         return most
 
-    def images(self, config: Config) -> ImageMemory | None:
+    def images(self) -> ImageMemory | None:
         """What an image takes, and the largest that fits, one row at a time; None for rows of text."""
         data = self.data
         if data is None or not data.media:
             return None
-        config = config.changed({"training.micro_batch": 1, "training.micro_batch_tokens": None})
-        batch = max(self._largest_batches(config)[0], key=lambda one: one.area)
+        config = self.config.changed({"training.micro_batch": 1, "training.micro_batch_tokens": None})
+        planner = self.variant(config)
+        batch = max(planner.largest_batches()[0], key=lambda one: one.area)
 
         def forecast(one: LargestBatch, media: Media, pixels: int | None) -> Forecast:
-            planner = replace(self, data=replace(data, media=media))
-            bounded = config.changed({"data.image_pixels": pixels or config.data.image_pixels})
-            return planner.kept_or_traced(bounded, one, None)
+            bounded = planner.variant(config.changed({"data.image_pixels": pixels or config.data.image_pixels}))
+            return replace(bounded, data=replace(data, media=media)).kept_or_traced(one, None)
 
         return image_memory.of(batch, data.media, config.data.max_length, forecast)
 
-    def limits(self, config: Config) -> Limits:
+    def limits(self) -> Limits:
         """The longest rows, most rows and highest rank that fit with every layer checkpointed."""
-        config = config.changed({"training.micro_batch_tokens": None})
         positions = bounds.positions(self.architecture) or _MOST
         limits = fitting.limits(
-            config,
-            lambda variant: self.forecast(variant, evaluates=False),
+            self.config.changed({"training.micro_batch_tokens": None}),
+            lambda config: self.variant(config).forecast(evaluates=False),
             length=positions,
             rows=_MOST if self.data is None else len(self.data.train),
             rank=getattr(self.architecture.get_text_config(), "hidden_size", _MOST),  # the smaller side of most layers

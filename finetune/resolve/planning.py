@@ -62,17 +62,17 @@ def planner_of(job: Job) -> Planner:
 def plan(asked: Config | Job, gpu: str | None = None, gpus: int = 1) -> Plan:
     """Forecast the job on `gpu`, with its `auto` settings fitted (see `finetune.plan`)."""
     job = job_on(asked, gpu, gpus, until="memory")
-    config, fitted, planner = job.config, job.fitted, planner_of(job)
-    forecast = planner.with_reference(config, fitted.forecast if fitted else planner.forecast(config))
-    forecast = planner.with_routing(config, forecast)
+    fitted, planner = job.fitted, planner_of(job)
+    forecast = planner.with_reference(fitted.forecast if fitted else planner.forecast())
+    forecast = planner.with_routing(forecast)
     return Plan(
-        config,
+        job.config,
         forecast,
-        () if forecast.fits else tuple(planner.levers(config, forecast)),
+        () if forecast.fits else tuple(planner.levers(forecast)),
         fitted,
         why_quantized=job.why.get("quantization.kind"),
         why_precision=job.why.get("training.precision"),
-        images=planner.images(config),
+        images=planner.images(),
         evidence=job.notes.get("training.learning_rate"),
     )
 
@@ -103,7 +103,7 @@ def fit_with_limits(asked: Config | Job, gpu: str | None = None, gpus: int = 1) 
     """`fit`, and the limits of the fitted job on that device."""
     job = _free(asked, gpu, gpus)
     fitted = _fit(job)
-    return fitted, planner_of(job).limits(fitted.config)
+    return fitted, planner_of(job).variant(fitted.config).limits()
 
 
 def _free(asked: Config | Job, gpu: str | None, gpus: int) -> Job:

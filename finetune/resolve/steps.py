@@ -204,7 +204,7 @@ def quantization(job: Job) -> Job:
     kind, why = ranks.main_does(of_first_rank)
     job = job.noting("quantization.kind", f"quantization.kind: {kind} ({why})")
     job = job.changed(changes_to(kind), {"quantization.kind": why})
-    return replace(job, planner=job.planner and replace(job.planner, config=job.config))
+    return replace(job, planner=job.planner and job.planner.variant(job.config))
 
 
 def memory(job: Job) -> Job:
@@ -217,7 +217,7 @@ def memory(job: Job) -> Job:
     if isinstance(job.machine, NamedMachine):
         assert job.planner, "a job of which no weights are loaded has one"
         config, fitted = job.planner.resolve()
-        return replace(job, config=config, fitted=fitted)
+        return replace(job, config=config, planner=job.planner.variant(config), fitted=fitted)
     device = job.machine.device
 
     def of_first_rank() -> tuple[Config, Forecast | None]:
@@ -231,7 +231,7 @@ def memory(job: Job) -> Job:
             job.say(f"{named(lowered)}: in an earlier start of this run, memory ran out with more")
             resolved, fitted = resolved.changed(lowered), None
         check(resolved, device)  # again, with the micro-batch that was chosen
-        return resolved, _forecast(job, planner, resolved, fitted)
+        return resolved, _forecast(job, planner.variant(resolved), fitted)
 
     planned, forecast = ranks.main_does(of_first_rank)
     local = {key: job.config.value(key) for key in PATHS}
@@ -261,19 +261,19 @@ def _fitted(planner: Planner) -> tuple[Config, Fitted | None]:
         return unseen, None
 
 
-def _forecast(job: Job, planner: Planner, config: Config, fitted: Fitted | None) -> Forecast | None:
-    refuses = config.memory.check == "refuse"
-    if config.memory.check == "off":
+def _forecast(job: Job, planner: Planner, fitted: Fitted | None) -> Forecast | None:
+    refuses = planner.config.memory.check == "refuse"
+    if planner.config.memory.check == "off":
         return None
     try:
-        forecast = planner.with_reference(config, fitted.forecast if fitted else planner.forecast(config))
+        forecast = planner.with_reference(fitted.forecast if fitted else planner.forecast())
     except ForecastError as error:
         if refuses:
             raise
         job.say(f"training continues without a forecast: {error}")
         return None
     if not forecast.fits:
-        message = does_not_fit(forecast, planner.levers(config, forecast))
+        message = does_not_fit(forecast, planner.levers(forecast))
         if refuses:
             raise OutOfMemoryError(f"{message}\nTo train anyway: memory.check=warn")
         job.say(message)

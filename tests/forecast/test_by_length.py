@@ -121,7 +121,7 @@ def uneven(quick: Callable[..., Config], tmp_path: Path) -> Callable[..., Planne
         fixed = dataclasses.replace(planner.device, rates=rates, outside_bytes=100 * MIB)
         planner = dataclasses.replace(planner, device=fixed)
         least, most = (
-            planner.forecast(job.changed({"memory.checkpointing": level, "training.micro_batch": 2})).needed_bytes
+            planner.forecast_with({"memory.checkpointing": level, "training.micro_batch": 2}).needed_bytes
             for level in ("all", "none")
         )
         budget = math.ceil((least + share * (most - least)) / (1 - SPARE))
@@ -146,7 +146,7 @@ def test_each_reach_of_a_small_model_fits_and_the_next_length_does_not(
     for each in found.by_length:
         same = config.changed({"memory.checkpointing": each.level})
         fits = [
-            planner.forecast(same, most_tokens=tokens).needed_bytes <= (1 - SPARE) * planner.device.budget_bytes
+            planner.variant(same).forecast(most_tokens=tokens).needed_bytes <= (1 - SPARE) * planner.device.budget_bytes
             for tokens in (each.tokens, each.tokens + 8)  # to 1/32 of the longest
         ]
         assert fits == [True, False], each

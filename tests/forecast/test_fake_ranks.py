@@ -182,8 +182,8 @@ def test_what_ranks_cannot_share_is_refused_before_anything_is_forecast(quick: Q
 def planner_of_copies(budget: int, patch: pytest.MonkeyPatch, *, divisible: bool = True, **changes: Any) -> Planner:
     """A planner for two cards of `budget` GiB, whose forecasts are by hand: 13, 9 or 5 GiB by the sharding."""
 
-    def forecast(self: Planner, config: Config | None = None, *, evaluates: bool = True) -> Forecast:
-        section = (config or self.config).distributed
+    def forecast(self: Planner, **_: object) -> Forecast:
+        section = self.config.distributed
         if section.kind == "fsdp" and not divisible:
             raise ConfigError("cannot shard experts in 4 bit")
         size = 13 if section.kind == "ddp" else {"gradients": 9, "weights": 5}[section.stage]
@@ -219,7 +219,8 @@ def test_a_job_or_model_that_cannot_be_sharded_is_copied(monkeypatch: pytest.Mon
     planner = planner_of_copies(1, monkeypatch, divisible=False)
     chosen, _ = planner.resolve()
     assert chosen.distributed.kind == "ddp"
-    assert not any("distributed" in str(lever) for lever, _ in planner.levers(chosen, planner.forecast(chosen)))
+    copied = planner.variant(chosen)
+    assert not any("distributed" in str(lever) for lever, _ in copied.levers(copied.forecast()))
 
 
 def test_each_next_step_of_sharding_is_a_lever() -> None:
@@ -250,7 +251,7 @@ def test_nccl_has_a_term_for_several_gpus_and_for_nothing_else() -> None:
         (2, card, {**ZERO, "distributed__stage": "optimizer"}, 2 * 544 * MIB),
     ):
         config = job(**{"distributed__kind": "ddp", **changes})
-        found: Device = Planner(config, None, device, None, ranks)._device(config)
+        found: Device = Planner(config, None, device, None, ranks)._device()
         assert found.communicator_bytes == expected, (ranks, changes)
         assert found.outside_bytes - device.outside_bytes == expected
 

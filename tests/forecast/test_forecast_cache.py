@@ -202,7 +202,7 @@ def test_on_a_cpu_the_kept_forecast_takes_the_rates_and_the_memory_of_now(traced
     second = Planner(job, architecture, now, None).forecast()
     assert len(traced) == 1
     planner_of_now = Planner(job, architecture, now, None)
-    batch = planner_of_now._largest_batches(job)[0][0]
-    assert second == planner_of_now._forecast(job, batch, None), "as if traced"
+    batch = planner_of_now.largest_batches()[0][0]
+    assert second == planner_of_now._traced(batch, None), "as if traced"
     assert second.seconds > first.seconds
     assert job_forecast.on(second, first.device) == first

@@ -155,7 +155,7 @@ def test_the_largest_image_is_bounded_by_the_budget_and_by_the_length(job: tuple
     planner = planning.planner_for(config, "cpu")
     vision = planner.data.media
     assert [vision.bounded(side * side).count(256, 256) for side in (64, 128)] == [64, 256]
-    batch = max(planner._largest_batches(config)[0], key=lambda one: one.area)
+    batch = max(planner.largest_batches()[0], key=lambda one: one.area)
 
     def most_pixels(budget: int, length: int) -> int | None:
         def forecast(one: LargestBatch, seeing: Vision, pixels: int | None) -> Forecast:
@@ -178,7 +178,7 @@ def test_longer_rows_than_the_data_has_are_forecast_with_its_images(job: tuple[s
     config = job[1].changed({"training.micro_batch": 2, "memory.checkpointing": "all", "data.max_length": 256})
     planner = planning.planner_for(config, "RTX 4090")
     longest, much_longer = (
-        planner.forecast(config.changed({"data.max_length": tokens}), evaluates=False) for tokens in (256, 512)
+        planner.forecast_with({"data.max_length": tokens}, evaluates=False) for tokens in (256, 512)
     )
     assert longest.batch.tokens < 256
     assert much_longer.batch.tokens == 512
@@ -194,8 +194,8 @@ def test_rows_cut_to_a_length_shorten_the_evaluation_set_and_micro_batches_of_th
     config = job[1].changed({"training.micro_batch": 1, "memory.checkpointing": "all", "data.eval": held_out})
     planner = planning.planner_for(config, "RTX 4090")
     tokens = min(planner.data.train["length"])
-    cut = planner._largest_batches(config.changed({"data.max_length": tokens}))[1]
-    whole = planner._largest_batches(config, tokens)[1]
+    cut = planner.variant(config.changed({"data.max_length": tokens})).largest_batches()[1]
+    whole = planner.largest_batches(tokens)[1]
     assert cut.tokens == tokens < whole.tokens
 
 

@@ -74,12 +74,12 @@ def test_the_batch_is_the_worst_that_the_data_can_give(quick: Quick) -> None:
     config = quick("training.batch_size=4", "training.micro_batch=4")
     planner = planning.planner_for(config, "cpu")
     lengths, trained = planner.data.train["length"], planner.data.train["trained"]
-    [train], held_out = planner._largest_batches(config)
+    [train], held_out = planner.largest_batches()
     assert (train.rows, train.tokens, train.padded) == (4, max(lengths), True)
     assert train.trained_tokens == sum(sorted(trained)[-4:])
     assert train.source == "the data's rows"
     assert held_out is not None
-    [shorter], _ = planner._largest_batches(config.changed({"data.max_length": 32}))
+    [shorter], _ = planner.variant(config.changed({"data.max_length": 32})).largest_batches()
     assert (shorter.tokens, shorter.source) == (32, "data.max_length")
 
 
@@ -89,7 +89,7 @@ def test_the_batch_is_the_worst_that_the_data_can_give(quick: Quick) -> None:
 def test_without_the_data_at_hand_every_row_is_as_long_as_rows_may_be(away: str, quick: Quick) -> None:
     planner = planning.planner_for(quick(away, "data.max_length=96"), "cpu")
     assert planner.data is None
-    [train], held_out = planner._largest_batches(planner.config)
+    [train], held_out = planner.largest_batches()
     assert train == held_out
     assert (train.rows, train.tokens, train.trained_tokens, train.padded) == (2, 96, 2 * 95, True)
 
@@ -104,17 +104,17 @@ def test_micro_batches_by_tokens_are_forecast_at_the_larger_of_the_two_that_can_
         made.append(plain(*arguments))
         return made[-1]
 
-    plain = Planner._forecast
-    monkeypatch.setattr(Planner, "_forecast", forecast)
+    plain = Planner._traced
+    monkeypatch.setattr(Planner, "_traced", forecast)
     config = quick("training.micro_batch_tokens=70", "training.batch_size=8", "data.eval=none", *SMALL)
     planner = planning.planner_for(config, "cpu")
-    batches, _ = planner._largest_batches(config)
+    batches, _ = planner.largest_batches()
     assert max(batch.tokens for batch in batches) == max(planner.data.train["length"])
     found = planner.forecast()
     assert [each.batch for each in made] == batches
     assert len({each.needed_bytes for each in made}) == 2
     assert found.needed_bytes == max(each.needed_bytes for each in made)
-    monkeypatch.setattr(Planner, "_forecast", lambda *arguments: found)
+    monkeypatch.setattr(Planner, "_traced", lambda *arguments: found)
     fitted = planning.fit(config, "cpu").config
     assert fitted.training.micro_batch_tokens == 70, "what the user wrote stays"
 
@@ -207,7 +207,8 @@ def test_auto_is_the_least_quantization_that_fits(quick: Quick, monkeypatch: pyt
     """With forecasts by hand, of the smallest step."""
     needed = {"none": 9, "int8": 7, "fp8": 6, "nf4": 4}
 
-    def forecast(self: Planner, config: Config) -> Forecast:
+    def forecast(self: Planner, **_: object) -> Forecast:
+        config = self.config
         assert (config.training.micro_batch, config.memory.checkpointing) == (1, "all")
         peak = (needed[config.quantization.kind] - 1) * GIB
         return forecasts.forecast(budget=self.device.budget_bytes, peak_reserved_bytes=peak)
