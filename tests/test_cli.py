@@ -257,7 +257,7 @@ def test_fit_writes_a_config_with_its_reasons(call, job: list[str], tmp_path: Pa
 
     # Sixteen forecasts for each limit: tests/forecast/test_fit.py has them.
     found = fit.Limits(length=4096, micro_batch=64, rank=256, smallest_card="T4")
-    monkeypatch.setattr(fit, "limits", lambda config, forecast, **most: found)
+    monkeypatch.setattr(fit, "limits", lambda forecaster, **most: found)
     target = tmp_path / "fitted.yaml"
     code, out, err = call("fit", *job, "--gpu", "T4", "--output", target, "--json")
     assert (code, err) == (0, "")

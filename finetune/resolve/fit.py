@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.config import Config
+from finetune.config import Config, MemorySection
 from finetune.errors import OutOfMemoryError
 from finetune.forecast import devices
+from finetune.forecast.forecaster import Forecaster
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.plan import Fitted, Limits
 from finetune.model.recompute.checkpointing import LEVELS, ladder
 
-Forecaster = Callable[[Config], Forecast]
 _Candidate = tuple[Config, Forecast]
 
 _SMALL_TILE = 512
@@ -45,18 +45,17 @@ class NothingFits(OutOfMemoryError):
         self.config = config
 
 
-def least(config: Config, *, offloads: bool, rows: Sequence[int], checkpointing: Any) -> Config:
-    """The setting with the least memory among those that `fit` chooses from."""
+def least(memory: MemorySection, *, offloads: bool, rows: Sequence[int], checkpointing: Any) -> dict[str, Any]:
+    """The setting with the least memory among those that `fit` chooses from, as values of `section.key`."""
     recomputed = "all" if checkpointing is None else checkpointing
-    offload = "checkpoints" if offloads and recomputed != "none" else config.memory.offload
-    tile = min(_SMALL_TILE, config.memory.loss_tokens)
-    return config.changed({_ROWS: rows[-1], _RECOMPUTED: recomputed, _OFFLOAD: offload, _TILE: tile})
+    offload = "checkpoints" if offloads and recomputed != "none" else memory.offload
+    tile = min(_SMALL_TILE, memory.loss_tokens)
+    return {_ROWS: rows[-1], _RECOMPUTED: recomputed, _OFFLOAD: offload, _TILE: tile}
 
 
 def fit(
-    config: Config,
+    forecaster: Forecaster,
     layers: int,
-    forecast: Forecaster,
     *,
     offloads: bool,
     rows: Sequence[int],
@@ -64,28 +63,27 @@ def fit(
     levels: Sequence[str] = LEVELS,
     spare: float = SPARE,
 ) -> Fitted:
-    """The fastest setting that fits, of a model with this number of `layers`.
+    """The fastest setting of a job that fits, for a model with this number of `layers`.
 
     `offloads`: whether the device has a host to offload to, which is tried if nothing fits without, or if the config
     says so. `rows` are the micro-batches to choose from, the largest first; `checkpointing` is fixed, or None to
     choose it from `levels`. `spare` is the share of the budget to leave, unless nothing fits so. Raises NothingFits,
     saying by how much.
     """
-    search = _Search(config, layers, forecast, rows, checkpointing, levels)
+    search = _Search(forecaster, layers, rows, checkpointing, levels)
     ways = ("none", "checkpoints") if offloads else ("none",)
-    for offload in ways if config.memory.offload == "none" else ways[1:] or ways:
+    for offload in ways if forecaster.config.memory.offload == "none" else ways[1:] or ways:
         for share in (spare, 0.0):
             search.spare = share
             if best := search.best(offload):
-                return search.fitted(*best)
+                return search.fitted(best)
     raise search.nothing_fits()
 
 
 @dataclass
 class _Search:
-    config: Config
+    forecaster: Forecaster
     layers: int
-    forecast: Forecaster
     rows: Sequence[int]
     checkpointing: Any
     levels: Sequence[str]
@@ -94,6 +92,11 @@ class _Search:
     ladder: list[tuple[Any, float]] = field(default_factory=list)
     """What is recomputed at each step, and the bytes that some micro-batch needs with it."""
 
+    @property
+    def tile(self) -> int:
+        """The tokens for which logits exist at a time, unless fewer are chosen."""
+        return self.forecaster.config.memory.loss_tokens
+
     def best(self, offload: str) -> _Candidate | None:
         """Try micro-batches, the largest first, until a smaller one can be no faster.
 
@@ -101,10 +104,10 @@ class _Search:
         any recomputation is a smaller micro-batch faster than that.
         """
         fitting: list[_Candidate] = []
-        fastest, tile = "none" if self.checkpointing is None else self.checkpointing, self.config.memory.loss_tokens
+        fastest = "none" if self.checkpointing is None else self.checkpointing
         for rows in self._worth_trying(offload):
             # No setting with these rows is faster than with nothing recomputed.
-            if fitting and _seconds(self._try(rows, fastest, offload, tile)) >= min(map(_seconds, fitting)):
+            if fitting and _seconds(self._try(rows, fastest, offload, self.tile)) >= min(map(_seconds, fitting)):
                 break
             if candidate := self._with_rows(rows, offload):
                 fitting.append(candidate)
@@ -115,12 +118,10 @@ class _Search:
 
         Each row more takes as much as the one before.
         """
-        if len(self.rows) < 3 or self.rows[0] * self.config.data.max_length < _LONG:
+        if len(self.rows) < 3 or self.rows[0] * self.forecaster.config.data.max_length < _LONG:
             return self.rows
         recomputed = "all" if self.checkpointing is None else self.checkpointing
-        second, first = (
-            self._try(rows, recomputed, offload, self.config.memory.loss_tokens)[1] for rows in self.rows[-2:]
-        )
+        second, first = (self._try(rows, recomputed, offload, self.tile)[1] for rows in self.rows[-2:])
         each = (second.needed_bytes - first.needed_bytes) / (self.rows[-2] - self.rows[-1])
         most = _BEYOND * first.budget_bytes
         return [rows for rows in self.rows if first.needed_bytes + each * (rows - self.rows[-1]) <= most]
@@ -129,7 +130,7 @@ class _Search:
 
     def _with_rows(self, rows: int, offload: str) -> _Candidate | None:
         """The fastest that fits with this micro-batch; a smaller tile of logits only where less is recomputed then."""
-        tile, small = self.config.memory.loss_tokens, min(_SMALL_TILE, self.config.memory.loss_tokens)
+        tile, small = self.tile, min(_SMALL_TILE, self.tile)
         if self.checkpointing is not None:
             tried = [self._try(rows, self.checkpointing, offload, tokens) for tokens in dict.fromkeys((tile, small))]
             return next((each for each in tried if _room(each[1], self.spare) >= 0), None)
@@ -175,8 +176,7 @@ class _Search:
 
     def _ladder(self, rows: int, offload: str) -> list[tuple[Any, float]]:
         """From nothing recomputed to everything; made once, as levels compare alike for all micro-batches."""
-        tile = self.config.memory.loss_tokens
-        at = {level: self._try(rows, level, offload, tile)[1] for level in self.levels}
+        at = {level: self._try(rows, level, offload, self.tile)[1] for level in self.levels}
         levels = worth_their_bytes(at)
         needed = [float(at[levels[0]].needed_bytes)]
         for level in levels[1:]:
@@ -187,14 +187,16 @@ class _Search:
     def _try(self, rows: int, recomputed: Any, offload: str, tile: int) -> _Candidate:
         key = (rows, str(recomputed), offload, tile)
         if key not in self.known:
-            config = self.config.changed({_ROWS: rows, _RECOMPUTED: recomputed, _OFFLOAD: offload, _TILE: tile})
-            self.known[key] = (config, self.forecast(config))
+            changes = {_ROWS: rows, _RECOMPUTED: recomputed, _OFFLOAD: offload, _TILE: tile}
+            tried = self.forecaster.variant(self.forecaster.config.changed(changes))
+            self.known[key] = (tried.config, tried.forecast())
         return self.known[key]
 
     # -- what is said of it ----------------------------------------------------------------------------------------
 
-    def fitted(self, config: Config, chosen: Forecast) -> Fitted:
-        """The chosen setting, with a reason for each value that was chosen."""
+    def fitted(self, best: _Candidate) -> Fitted:
+        """The best setting, with a reason for each value that was chosen."""
+        (config, chosen), asked = best, self.forecaster.config.memory
 
         def everything() -> Forecast:
             """The fastest that fits with everything recomputed, of all that were tried; else the chosen rows so."""
@@ -214,9 +216,9 @@ class _Search:
         if self.checkpointing is None and recomputed != "none":
             limit = f"leave less than {self.spare:.0%}" if self.spare else "not fit"
             reasons[_RECOMPUTED] += f"; one layer keeping more would {limit}"
-        if config.memory.offload != self.config.memory.offload:
+        if config.memory.offload != asked.offload:
             reasons[_OFFLOAD] = "nothing fits with the layers' inputs on the device"
-        if config.memory.loss_tokens != self.config.memory.loss_tokens:
+        if config.memory.loss_tokens != asked.loss_tokens:
             reasons[_TILE] = "fewer logits at a time, so that less must be recomputed"
         levels = tuple(step for step, _ in self.ladder if isinstance(step, str))
         return Fitted(config, chosen, reasons, len(self.known), everything, levels)
@@ -267,18 +269,18 @@ def worth_their_bytes(at: Mapping[str, Forecast]) -> list[str]:
     return hull
 
 
-def limits(config: Config, forecast: Forecaster, *, length: int, rows: int, rank: int) -> Limits:
+def limits(forecaster: Forecaster, *, length: int, rows: int, rank: int) -> Limits:
     """The longest rows, the most rows and the highest rank that fit with every layer checkpointed, each by itself.
 
     `length`, `rows` and `rank` are upper bounds: a small model on a large GPU would fit meaningless values.
     """
-    least = config.changed({_RECOMPUTED: "all"})
-    one = least.changed({_ROWS: 1, "training.batch_size": 1})
-    smallest = forecast(one)
+    config, least = forecaster.config, {_RECOMPUTED: "all"}
+    one = {**least, _ROWS: 1, "training.batch_size": 1}
+    smallest = forecaster.forecast_with(one, evaluates=False)
     card = devices.smallest_fitting(smallest.peak_reserved_bytes + smallest.device.communicator_bytes)
 
-    def with_value(variant: Config, *keys: str) -> Callable[[int], Forecast]:
-        return lambda value: forecast(variant.changed(dict.fromkeys(keys, value)))
+    def with_value(changes: Mapping[str, Any], *keys: str) -> Callable[[int], Forecast]:
+        return lambda value: forecaster.forecast_with({**changes, **dict.fromkeys(keys, value)}, evaluates=False)
 
     longest = largest(with_value(one, "data.max_length"), config.data.max_length, 64, length)
     most = largest(with_value(least, _ROWS, "training.batch_size"), config.training.rows, 1, rows)

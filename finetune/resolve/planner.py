@@ -6,9 +6,8 @@ No weights are read, and no GPU is needed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -89,12 +88,12 @@ class Planner(Forecaster):
             chosen["training.micro_batch"] = 1
         if self.config.memory.checkpointing == "auto":
             chosen["memory.checkpointing"] = "all"
-        return self._shared(lambda way: way.changed(chosen)).forecast_with(chosen)
+        return self._shared(chosen).forecast_with(chosen)
 
     def resolve(self) -> tuple[Config, Fitted | None]:
         """The job with a value for all that is `auto`, and what was chosen; the least setting where nothing fits."""
         if self.config.fitted:
-            return self._shared(lambda config: config).config, None
+            return self._shared({}).config, None
         try:
             fitted = self.fit()
         except NothingFits as least:
@@ -113,12 +112,10 @@ class Planner(Forecaster):
         offloads = self.device.type == "cuda" and not compiled
         rows = fitting.divisors(self.step_rows) if training.micro_batch == "auto" else [training.rows]
         recomputed = None if memory.checkpointing == "auto" else memory.checkpointing
-        least = functools.partial(fitting.least, offloads=offloads, rows=rows, checkpointing=recomputed)
-        shared = self._shared(least)
+        shared = self._shared(fitting.least(memory, offloads=offloads, rows=rows, checkpointing=recomputed))
         fitted = fitting.fit(
-            shared.config,
+            shared,
             self.architecture.get_text_config().num_hidden_layers,
-            lambda config: self.variant(config).forecast(),
             offloads=offloads,
             levels=("none", "all") if compiled else checkpointing.levels(self.architecture),
             rows=rows,
@@ -159,15 +156,15 @@ class Planner(Forecaster):
         shorter = by_length.find(fitted.forecast, {level: at(level) for level in levels}, map(max, seen), at)
         return replace(fitted, forecast=job_forecast.with_shorter(fitted.forecast, shorter))
 
-    def _shared(self, least: Callable[[Config], Config]) -> Planner:
-        """The job with the least sharding that lets `least` of it fit, where the ranks' sharing is `auto`."""
+    def _shared(self, least: Mapping[str, Any]) -> Planner:
+        """The job with the least sharding with which its `least` setting fits, where the ranks' sharing is `auto`."""
         if self.gpus == 1 or self.config.distributed.kind != "auto":
             return self
         most = self
         for way in strategies.least_first(self.config):
             sharing = self.variant(self.config.changed(way))
             try:
-                fits = sharing.variant(least(sharing.config)).forecast().fits
+                fits = sharing.forecast_with(least).fits
             except ConfigError:  # this model, or the optimizer's states of its weights, cannot be sharded so
                 continue
             most = sharing
@@ -194,8 +191,7 @@ class Planner(Forecaster):
         """The longest rows, most rows and highest rank that fit with every layer checkpointed."""
         positions = bounds.positions(self.architecture) or _MOST
         limits = fitting.limits(
-            self.config.changed({"training.micro_batch_tokens": None}),
-            lambda config: self.variant(config).forecast(evaluates=False),
+            self.variant(self.config.changed({"training.micro_batch_tokens": None})),
             length=positions,
             rows=_MOST if self.data is None else len(self.data.train),
             rank=getattr(self.architecture.get_text_config(), "hidden_size", _MOST),  # the smaller side of most layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from messages import refusal
 from finetune.config import Config, dump, explained
 from finetune.errors import OutOfMemoryError
 from finetune.forecast.job_forecast import Forecast
-from finetune.forecast.plan import Fitted
+from finetune.forecast.plan import Fitted, Limits
 from finetune.model.recompute.checkpointing import LEVELS, ladder, pattern
 from finetune.resolve import fit as fitting
 from finetune.resolve.fit import divisors, fit
@@ -35,6 +35,24 @@ def steps_of(*levels: str) -> list[list[str]]:
     """The levels of all layers with two of `levels`."""
     steps = {str(step): step for pair in itertools.combinations(levels, 2) for step in ladder(pair, LAYERS)}
     return [list(pattern(step, LAYERS)) for step in steps.values()]
+
+
+@dataclass
+class Variant:
+    """The forecaster of a config, by a formula."""
+
+    config: Config
+    formula: Callable[[Config], Forecast]
+
+    def variant(self, config: Config) -> Variant:
+        return Variant(config, self.formula)
+
+    def forecast(self) -> Forecast:
+        return self.formula(self.config)
+
+    def forecast_with(self, changes: Mapping[str, Any], *, evaluates: bool) -> Forecast:
+        assert not evaluates
+        return self.formula(self.config.changed(changes))
 
 
 @dataclass
@@ -57,6 +75,9 @@ class Job:
     reading: float = 20.0
     kept: tuple[tuple[float, float], tuple[float, float]] = ((0.1, 0.2), (0.5, 0.7))
     asked: list[Config] = field(default_factory=list)
+
+    def of(self, config: Config = JOB) -> Variant:
+        return Variant(config, self.forecast)
 
     def forecast(self, config: Config) -> Forecast:
         self.asked.append(config)
@@ -112,7 +133,7 @@ class Job:
         given = {"rows": divisors(config.training.batch_size), "checkpointing": None, "offloads": self.type == "cuda",
                  "spare": 0.0}  # fmt: skip
         given |= {name: [value] if name == "rows" else value for name, value in fixed.items() if value is not None}
-        return fit(config, LAYERS, self.forecast, **given)
+        return fit(self.of(config), LAYERS, **given)
 
 
 BUDGETS = [
@@ -232,8 +253,8 @@ def test_with_long_rows_only_micro_batches_that_may_fit_are_forecast() -> None:
     """The two smallest tell what each row more takes; the forecast of many long ones takes minutes."""
     job = Job(weights=100, logits=30, budget=100 + 30 + 3 * 12 * 5)  # room for the inputs of three rows
     fitted = fit(
-        JOB.changed({"data.max_length": 131072}), LAYERS, job.forecast, offloads=False, rows=DIVISORS,
-        checkpointing=None, spare=0.0,
+        job.of(JOB.changed({"data.max_length": 131072})), LAYERS, offloads=False, rows=DIVISORS, checkpointing=None,
+        spare=0.0,
     )  # fmt: skip
     assert fitted.value("training.micro_batch") == 2
     assert {config.training.rows for config in job.asked} == {1, 2, 4}
@@ -254,8 +275,9 @@ def test_a_later_merge_is_proposed_where_the_merge_takes_most(decides: bool) -> 
         merge = found.peak_reserved_bytes if decides else MIB
         return dataclasses.replace(found, phases={"merge": {"allocated_bytes": merge, "reserved_bytes": merge}})
 
+    merged = Variant(JOB.changed({"output.merge": True}), forecast)
     with pytest.raises(OutOfMemoryError) as raised:
-        fit(JOB.changed({"output.merge": True}), LAYERS, forecast, offloads=True, rows=DIVISORS, checkpointing=None)
+        fit(merged, LAYERS, offloads=True, rows=DIVISORS, checkpointing=None)
     assert ("output.merge" in str(raised.value)) is decides
 
 
@@ -326,14 +348,17 @@ def test_each_limit_is_found_with_the_other_values_unchanged() -> None:
         needed = GIB + MIB * (config.training.rows * config.data.max_length + config.adapter.rank)
         return needing(lambda _: needed, budget=5 * GIB)(0)
 
+    def limits(changes: Mapping[str, Any], **most: int) -> Limits:
+        return fitting.limits(Variant(JOB.changed({"training.micro_batch": 2, **changes}), forecast), **most)
+
     most = {"length": 10**6, "rows": 10**6, "rank": 10**6}
-    found = fitting.limits(JOB.changed({"training.micro_batch": 2, "memory.checkpointing": 3}), forecast, **most)
+    found = limits({"memory.checkpointing": 3}, **most)
     assert found.length == (4096 - 16) // 64 * 64
     assert found.micro_batch == (4096 - 16) // 1024
     assert found.rank == 4096 - 2 * 1024
     assert found.smallest_card is not None
     assert all(config.memory.checkpointing == "all" for config in asked)
     assert len(asked) < 30
-    assert fitting.limits(JOB.changed({"training.micro_batch": 2, "adapter.kind": "none"}), forecast, **most).rank == 0
-    least = fitting.limits(JOB.changed({"training.micro_batch": 2}), forecast, length=640, rows=1, rank=16)
+    assert limits({"adapter.kind": "none"}, **most).rank == 0
+    least = limits({}, length=640, rows=1, rank=16)
     assert (least.length, least.micro_batch, least.rank) == (640, 1, 16)

@@ -187,7 +187,7 @@ def test_a_fitted_config_has_reasons_is_read_and_planned_and_fits(quick: Quick, 
 def test_only_auto_settings_are_chosen(quick: Quick, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def fit(config: Config, layers: int, forecast: object, **given: Any) -> None:
+    def fit(planner: Planner, layers: int, **given: Any) -> None:
         asked.update(given, layers=layers)
 
     monkeypatch.setattr("finetune.resolve.planner.fitting.fit", fit)
