@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from finetune import objectives
-from finetune.config import Config
+from finetune.config import Config, DataSection, ModelSection
 from finetune.data import batching
 from finetune.data.batching import LargestBatch, MicroBatching, Sizes
 from finetune.data.media import TEXT_ALONE
@@ -90,7 +90,7 @@ class Forecaster:
         config, device = self.config, self._device()
         if config.training.deterministic:
             device = device.deterministic()
-        implementation = attention(config, self.architecture, device)
+        implementation = attention(config.model, config.data, config.training.precision, self.architecture, device)
         capability = device.capability if device.type == "cuda" else None
         flash = backends.has_flash(config.training.precision, capability)
         if not batch.padded and not flash and backends.shares_keys(self.architecture):
@@ -208,10 +208,10 @@ def _largest_of_eval(
     return replace(largest, trained_tokens=min(most, largest.positions))
 
 
-def attention(config: Config, architecture: Any, device: Device) -> str:
+def attention(model: ModelSection, data: DataSection, precision: str, architecture: Any, device: Device) -> str:
     """The implementation of attention that training would choose on a device."""
+    capability = device.capability if device.type == "cuda" else None
     return backends.planned(
-        config.model.attention, architecture, device.type, config.training.precision,
-        capability=device.capability if device.type == "cuda" else None,
-        packed=config.data.packing, longest=config.data.max_length,
+        model.attention, architecture, device.type, precision, capability=capability, packed=data.packing,
+        longest=data.max_length,
     )  # fmt: skip

@@ -219,8 +219,9 @@ def check_traceable(config: Config, architecture: Any, device: torch.device) -> 
     rows = (tokens // 2,) * 2 if config.data.packing else ()
     batch = LargestBatch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - max(1, len(rows)), packed=rows)
     where = devices.here(device, config.memory)
+    implementation = attention(config.model, config.data, config.training.precision, architecture, where)
     try:
-        trace_step(StepSetting(config, architecture, batch, None, where, attention(config, architecture, where)))
+        trace_step(StepSetting(config, architecture, batch, None, where, implementation))
     except ForecastError:
         if config.memory.check == "refuse":
             raise

@@ -142,7 +142,8 @@ def data(job: Job) -> Job:
     above = rank > getattr(base.get_text_config(), "hidden_size", rank)  # the width of most layers
     given = adapter.targets != "all-linear" or adapter.extra_modules or adapter.ranks or adapter.init != "default"
     if above or given or adapter.start_from:
-        blueprint(config, base, attention(config, base, job.machine.device)).check(adapter)
+        implementation = attention(config.model, config.data, config.training.precision, base, job.machine.device)
+        blueprint(config, base, implementation).check(adapter)
     rows = _at_hand(job)
     if rows and at_hand(config.model.name):
         run, tokenizer = RunDirectory(config.output.dir or "runs/unnamed"), load_tokenizer(config.model, config.data)
