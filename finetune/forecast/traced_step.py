@@ -214,8 +214,7 @@ class _TracedStep:
         self, setting: StepSetting, mode: FakeTensorMode, recorder: TraceRecorder, shortening: Shortening,
         placement: Placement | None,
     ) -> None:  # fmt: skip
-        self._architecture, self._media = setting.architecture, setting.media
-        self._configure(setting.config)
+        self._serve(setting)
         self.mode, self.recorder = mode, recorder
         self._device, self._rows, self._placement = setting.device, setting.rows, placement
         self._held, self._routing = setting.engine.held, Routing(setting.evenly)
@@ -238,11 +237,13 @@ class _TracedStep:
         self._repeatable: dict[Hashable, Trace] = {}
         self._computed_last: Inputs | None = None
 
-    def _configure(self, config: Config) -> None:
+    def _serve(self, setting: StepSetting) -> None:
+        """Take what may differ between the settings that one model serves."""
+        self._config = config = setting.config
+        self._media = setting.media
         # Sizes in float16 are those of bfloat16, and the CPU, on which this runs, has no loss scaling.
         self._precision = "bf16" if config.training.precision == "fp16" else config.training.precision
-        self._config = config
-        self._way = micro_batching(config, self._architecture)
+        self._way = micro_batching(config, setting.architecture)
         self._collator = StepCollator(
             self._way, pad_token_id=0, context=config.distributed.context, media=self._media.white()
         )
@@ -301,8 +302,7 @@ class _TracedStep:
 
     def change(self, setting: StepSetting, kept: _KeptLayers) -> None:
         """Serve another setting, whose layers are of the same kinds."""
-        self._media = setting.media
-        self._configure(setting.config)
+        self._serve(setting)
         self.kept = kept
         checkpointing.choose(self._base, kept.levels)
 
