@@ -99,7 +99,7 @@ def memory(name: str, cache: str) -> dict[str, Any]:
     except ConfigError:
         return {}
     device = devices.find("cpu", MemorySection())
-    found = answer_memory.of(config, architecture, device, rows=ROWS, context=CONTEXT, cache=cache)
+    found = answer_memory.Inference(config, architecture, device, ROWS, CONTEXT, cache).forecast()
     peak = max(phase["allocated_bytes"] for phase in found.phases.values())
     return {
         "model": name, "cache": cache,

@@ -75,58 +75,57 @@ def forecast(
     context = context or min(config.data.max_length, known or config.data.max_length)
     if known and context > known:
         raise ConfigError(f"--context: {context} is more than the {known} positions of `{config.model.name}`")
-    serving = of(config, architecture, device, rows=rows, context=context, cache=cache)
-    sizes = {}
+    inference = Inference(config, architecture, device, rows, context, cache)
+    serving, sizes = inference.forecast(), {}
     for kind in caches.CACHES:
         with contextlib.suppress(ConfigError, MachineError):
             caches.make(kind, architecture, context)
-            one = serving if kind == cache else of(config, architecture, device, rows=rows, context=context, cache=kind)
+            one = serving if kind == cache else replace(inference, cache=kind).forecast()
             sizes[kind] = one.cache_bytes
     return replace(serving, caches=sizes)
 
 
-def of(config: Config, architecture: Any, device: Device, *, rows: int, context: int, cache: str) -> Serving:
-    """`forecast` of one KV cache, for a transformers config and a device."""
-    caches.make(cache, architecture, context)
-    attention = _attention(config.model.attention, config.training.precision, architecture, device, rows)
-    trace = _Inference(config, architecture, device, attention, rows, context, cache).trace()
-
-    def answer(replay: Replay) -> None:
-        loaded = replay.load(from_files=config.model.weights != "random")
-        replay.play(trace.stretches[loaded:])
-
-    replay = replayed(trace, device, answer, (*CATEGORIES, KV_CACHE))
-    return Serving(
-        device=device, attention=attention, peak_allocated_bytes=replay.peak_allocated_bytes,
-        peak_reserved_bytes=replay.peak_reserved_bytes, host_bytes=replay.managed_peak_bytes, phases=replay.phases,
-        categories=replay.at_peak(), returns_segments=replay.is_limited,
-        rows=rows, context=context, cache=cache,
-        cache_bytes=sum(sign * block.bytes for _, block, sign in trace.timeline() if block.category == KV_CACHE),
-    )  # fmt: skip
-
-
-def _attention(asked: str, precision: str, architecture: Any, device: Device, rows: int) -> str:
-    """The attention implementation: several rows need a mask for their padding, a single one does not."""
-    implementation = backends.planned(asked, architecture, device.type, precision)
-    capability = device.capability if device.type == "cuda" else None
-    if rows == 1 and backends.shares_keys(architecture) and not backends.has_flash(precision, capability):
-        return "eager"  # PyTorch's plain products, scores and all
-    return implementation if implementation.startswith("eager") else "sdpa"
-
-
 @dataclass(frozen=True)
-class _Inference:
+class Inference:
     """Reading the longest prompts and generating their last token, with a KV cache of the kind `cache`."""
 
     config: Config
     architecture: Any
     device: Device
-    attention: str
     rows: int
     context: int
-    cache: str
+    cache: str = "dynamic"
 
-    def trace(self) -> Trace:
+    def forecast(self) -> Serving:
+        """The memory that it takes, without the sizes of other KV caches. Raises as `forecast` does."""
+        caches.make(self.cache, self.architecture, self.context)
+        trace = self._whole_trace()
+
+        def answer(replay: Replay) -> None:
+            loaded = replay.load(from_files=self.config.model.weights != "random")
+            replay.play(trace.stretches[loaded:])
+
+        replay = replayed(trace, self.device, answer, (*CATEGORIES, KV_CACHE))
+        return Serving(
+            device=self.device, attention=self.attention, peak_allocated_bytes=replay.peak_allocated_bytes,
+            peak_reserved_bytes=replay.peak_reserved_bytes, host_bytes=replay.managed_peak_bytes, phases=replay.phases,
+            categories=replay.at_peak(), returns_segments=replay.is_limited,
+            rows=self.rows, context=self.context, cache=self.cache,
+            cache_bytes=sum(sign * block.bytes for _, block, sign in trace.timeline() if block.category == KV_CACHE),
+        )  # fmt: skip
+
+    @functools.cached_property
+    def attention(self) -> str:
+        """The attention implementation: several rows need a mask for their padding, a single one does not."""
+        asked, precision = self.config.model.attention, self.config.training.precision
+        implementation = backends.planned(asked, self.architecture, self.device.type, precision)
+        capability = self.device.capability if self.device.type == "cuda" else None
+        flash = backends.has_flash(precision, capability)
+        if self.rows == 1 and backends.shares_keys(self.architecture) and not flash:
+            return "eager"  # PyTorch's plain products, scores and all
+        return implementation if implementation.startswith("eager") else "sdpa"
+
+    def _whole_trace(self) -> Trace:
         try:
             # Layers may refer to one another by their number, or differ: then the whole model is traced.
             for shortening in (shorten, shorten_apart):
@@ -160,7 +159,7 @@ class _Inference:
 class _TracedInference:
     """The model of an inference on fake tensors, whose loading is recorded, and the passes that are recorded on it."""
 
-    def __init__(self, job: _Inference, mode: Any, recorder: TraceRecorder, shortening: Shortening) -> None:
+    def __init__(self, job: Inference, mode: Any, recorder: TraceRecorder, shortening: Shortening) -> None:
         self._job, self._mode, self._recorder = job, mode, recorder
         base = build.blueprint(job.config, job.architecture, job.attention)
         self.fake = FakeModel(base, job.config.adapter, mode, recorder, shortening, self._attach)

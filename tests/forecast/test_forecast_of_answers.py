@@ -15,7 +15,7 @@ from messages import refusal
 from transformers import cache_utils
 
 from finetune.errors import ConfigError
-from finetune.forecast.answer_memory import Serving, of
+from finetune.forecast.answer_memory import Inference, Serving
 from finetune.resolve import planning
 
 FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
@@ -24,7 +24,7 @@ FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
 @functools.cache
 def forecast(model: str = "llama", *, cache: str = "dynamic", layers: int = 4, **changes: Any) -> Serving:
     settings = {"rows": 3, "context": 96, "device": tiny_models.cpu(), **changes}
-    return of(tiny_models.config(), tiny_models.architecture(model, layers), cache=cache, **settings)
+    return Inference(tiny_models.config(), tiny_models.architecture(model, layers), cache=cache, **settings).forecast()
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_an_adapter_on_some_layers_by_pattern_counts_in_those_alone() -> None:
     def adapter_bytes(layers: str) -> int:
         config = tiny_models.config(adapter__targets=[f".*layers[.]{layers}[.]mlp.*"])
         architecture = tiny_models.architecture("llama", 12)
-        return of(config, architecture, tiny_models.cpu(), rows=1, context=32, cache="dynamic").categories["adapter"]
+        return Inference(config, architecture, tiny_models.cpu(), rows=1, context=32).forecast().categories["adapter"]
 
     assert adapter_bytes("[0-5]") == 6 * adapter_bytes("9") > 0
 
