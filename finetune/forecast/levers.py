@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config import AdapterSection, Config, OutputSection, QuantizationSection
+from finetune.config import AdapterSection, Config, DistributedSection, OutputSection, QuantizationSection
 from finetune.config.serving import PACKED
 from finetune.training import strategies
 
@@ -30,7 +30,7 @@ def levers(config: Config, gpus: int = 1) -> list[Lever]:
     memory = config.memory
     left: list[Lever] = []
     if strategies.applies(config.distributed, gpus):
-        left += _sharing(config, gpus)
+        left += _sharing(config.distributed, strategies.least_first(config)[-1], gpus)
     if config.output.merge:
         left.append(Lever({"output.merge": False}, "merged later, where there is more memory"))
     if memory.loss_tokens > _SMALLEST_TILE:
@@ -64,13 +64,11 @@ def _weights(quantization: QuantizationSection, adapter: AdapterSection, output:
         yield Lever({"adapter.rank": adapter.rank // 2}, "a smaller adapter")
 
 
-def _sharing(config: Config, gpus: int) -> Iterator[Lever]:
-    """The next way in which ranks hold less; on several GPUs the plan has chosen how they share the model."""
-    section = config.distributed
+def _sharing(section: DistributedSection, most: Mapping[str, str], gpus: int) -> Iterator[Lever]:
+    """The next way in which ranks hold less, up to `most` sharding; how several GPUs share is chosen by the plan."""
     if section.kind == "ddp":
-        for way in strategies.least_first(config)[-1:]:
-            if way["distributed.kind"] != "ddp":
-                yield Lever(way, "layers are gathered as they compute")
+        if most["distributed.kind"] != "ddp":
+            yield Lever(most, "layers are gathered as they compute")
     elif section.stage == "optimizer" and gpus > 1:
         yield Lever({"distributed.stage": "gradients"}, "gradients are sent in each micro-batch")
     elif section.stage == "gradients" and gpus > 1:
