@@ -6,13 +6,11 @@ import itertools
 import math
 from dataclasses import replace
 
-from finetune.config import Config
 from finetune.model.probes import marker
 from finetune.model.structure.quantization import changes_to
 from finetune.resolve.job import Job
 from finetune.resolve.machine import ThisMachine
 from finetune.runtime import ranks
-from finetune.storage.rundir import RunDirectory
 from finetune.training import oom_retry, probe_table
 
 # Keys that keep the values of the run's start where its config leaves them to the program.
@@ -74,14 +72,16 @@ def kernels_off(job: Job) -> Job:
     return replace(job, kernels_off=off | ruled_out)
 
 
-def micro_batch(config: Config, run: RunDirectory) -> dict[str, int]:
-    """The keys of a micro-batch smaller than `config`'s, as a rank recorded it when it ran out of memory with these
+def micro_batch(job: Job) -> dict[str, int]:
+    """The keys of a micro-batch smaller than the job's, as a rank recorded it when it ran out of memory with these
     settings in an earlier start.
     """
-    lowered = {f"training.{key}": value for key, value in config.training.model_dump().items()}
+    if job.earlier is None:
+        return {}
+    lowered = {f"training.{key}": value for key, value in job.config.training.model_dump().items()}
     now = dict(lowered)
-    for event in itertools.chain.from_iterable(each.events() for each in run.of_ranks):
-        if event["event"] == "micro_batch_lowered" and event.get("settings") == oom_retry.settings(config):
+    for event in itertools.chain.from_iterable(each.events() for each in job.earlier.of_ranks):
+        if event["event"] == "micro_batch_lowered" and event.get("settings") == oom_retry.settings(job.config):
             for key, value in event["lowered"].items():
                 lowered[key] = min(value, lowered[key] or math.inf)
     return {key: value for key, value in lowered.items() if value != now[key]}

@@ -228,7 +228,7 @@ def memory(job: Job) -> Job:
         resolved, fitted = _fitted(planner)
         if fitted:
             job.say(fitted)
-        if job.earlier and (lowered := earlier.micro_batch(resolved, job.earlier)):
+        if lowered := earlier.micro_batch(replace(job, config=resolved)):
             job.say(f"{named(lowered)}: in an earlier start of this run, memory ran out with more")
             resolved, fitted = resolved.changed(lowered), None
         check(resolved, device)  # again, with the micro-batch that was chosen
