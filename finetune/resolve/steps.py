@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -107,6 +107,23 @@ def precision_of_machine(job: Job) -> Job:
     name, why = precision.fastest(job.config, arithmetic)
     job = job.changed({"training.precision": name}, {"training.precision": why})
     return job.noting("training.precision", f"training.precision: {name} ({why})")
+
+
+def in_one_precision(jobs: Sequence[Job]) -> list[Job]:
+    """Jobs whose losses are compared, with one value for `training.precision: auto`: that of an earlier start of any of
+    them, on whatever machine, or else this machine's.
+    """
+    runs = [job.earlier for job in jobs if job.config.training.precision == "auto"]
+    started = next((run.config().training.precision for run in runs if run and run.has_results), None)
+    if started is None:
+        return [precision_of_machine(job) for job in jobs]
+    note = f"training.precision: {started} (as started)"
+    return [
+        job.changed({"training.precision": started}).noting("training.precision", note)
+        if job.config.training.precision == "auto"
+        else job
+        for job in jobs
+    ]
 
 
 def learning_rate(job: Job) -> Job:

@@ -31,7 +31,7 @@ from finetune.extras.sweeps.grid import Member
 from finetune.extras.sweeps.resident import ResidentBase
 from finetune.extras.sweeps.table import SettingResult, SettingState, SweepTable
 from finetune.extras.sweeps.terminal import SweepTerminal
-from finetune.model import build, precision
+from finetune.model import build
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.source.tokenizer import load_tokenizer
@@ -39,7 +39,8 @@ from finetune.recipe import provenance, resume
 from finetune.report import words
 from finetune.report.figures import Figures
 from finetune.report.terminal import Terminal
-from finetune.resolve import resolve
+from finetune.resolve import Job, resolve
+from finetune.resolve.steps import in_one_precision
 from finetune.runtime import libraries, ranks
 from finetune.runtime.device import this_device
 from finetune.storage import locks
@@ -96,22 +97,12 @@ def _held(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _in_one_precision(made: Sequence[Member], terminal: Terminal, *, fresh: bool) -> list[Member]:
-    """The members with one value for `training.precision: auto`, so that they can be compared: that of the runs that
-    were started, on whatever machine, or else this device's.
-    """
-    of_device = [precision.of_device(this_device())]
-    runs = [_run_of(member) for member in made if member.config.training.precision == "auto"]
-    started = next((run.config().training.precision for run in runs if not fresh and run.has_results), None)
-    members, notes = list[Member](), set[str]()
-    for member in made:
-        if member.config.training.precision == "auto":
-            name, why = (started, "as started") if started else precision.fastest(member.config, of_device)
-            notes.add(f"training.precision: {name} ({why})")
-            member = replace(member, config=member.config.changed({"training.precision": name}))
-        members.append(member)
-    for note in sorted(notes):
+    """The members with one `training.precision` (see `resolve.steps.in_one_precision`), and a note on it."""
+    asked = [Job(member.config, member.config, earlier=None if fresh else _run_of(member)) for member in made]
+    jobs = in_one_precision(asked)
+    for note in sorted({note for job in jobs for note in job.notes.values()}):
         terminal.note(note)
-    return members
+    return [replace(member, config=job.config) for member, job in zip(made, jobs, strict=True)]
 
 
 def _run_of(member: Member) -> RunDirectory:
