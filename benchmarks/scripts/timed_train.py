@@ -25,7 +25,7 @@ def _timed(self: Loop, resumed_from: Path | None) -> None:
         "train_runtime": time.perf_counter() - started,
         "train_cpu_seconds": time.process_time() - cpu_before,
     }
-    (self.recorder.run.path / "loop.json").write_text(json.dumps(spent))
+    (self.recorder.outlets.run.path / "loop.json").write_text(json.dumps(spent))
 
 
 if __name__ == "__main__":
