@@ -99,7 +99,7 @@ class Inference:
     def forecast(self) -> Serving:
         """The memory that it takes, without the sizes of other KV caches. Raises as `forecast` does."""
         caches.make(self.cache, self.architecture, self.context)
-        trace = self._whole_trace()
+        attention, trace = self.attention, self._whole_trace()
 
         def answer(replay: Replay) -> None:
             loaded = replay.load(from_files=self.config.model.weights != "random")
@@ -107,7 +107,7 @@ class Inference:
 
         replay = replayed(trace, self.device, answer, (*CATEGORIES, KV_CACHE))
         return Serving(
-            device=self.device, attention=self.attention, peak_allocated_bytes=replay.peak_allocated_bytes,
+            device=self.device, attention=attention, peak_allocated_bytes=replay.peak_allocated_bytes,
             peak_reserved_bytes=replay.peak_reserved_bytes, host_bytes=replay.managed_peak_bytes, phases=replay.phases,
             categories=replay.at_peak(), returns_segments=replay.is_limited,
             rows=self.rows, context=self.context, cache=self.cache,

@@ -110,8 +110,8 @@ def precision_of_machine(job: Job) -> Job:
 
 
 def in_one_precision(jobs: Sequence[Job]) -> list[Job]:
-    """Jobs whose losses are compared, with one value for `training.precision: auto`: that of an earlier start of any of
-    them, on whatever machine, or else this machine's.
+    """Jobs whose losses are compared, with a value for `training.precision: auto`: that of an earlier start of any of
+    them, on whatever machine, or else the fastest that this machine and each job's other keys allow.
     """
     runs = [job.earlier for job in jobs if job.config.training.precision == "auto"]
     started = next((run.config().training.precision for run in runs if run and run.has_results), None)
