@@ -52,9 +52,9 @@ def _holds_values(kind: Any) -> bool:
     import pyarrow
     import pyarrow.types as kinds
 
-    return (
-        kind is None or kinds.is_nested(kind) or isinstance(kind, (pyarrow.BaseExtensionType, pyarrow.DictionaryType))
-    )
+    # pyarrow before 26 does not count the last as nested.
+    wrapped = pyarrow.BaseExtensionType, pyarrow.DictionaryType, pyarrow.RunEndEncodedType
+    return kind is None or kinds.is_nested(kind) or isinstance(kind, wrapped)
 
 
 def as_written(value: Any, kind: Any = None) -> Any:
