@@ -6,6 +6,8 @@ its config or opens its run first, so that errors there are reported at once.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import os
 import re
@@ -25,6 +27,7 @@ __all__ = ["app", "errors_reported", "main"]
 def main() -> None:
     """The console script `finetune`."""
     _open_closed_streams()
+    atexit.register(_silence_the_end)  # the first one registered is the last to run
     sys.stderr = VisibleStream(sys.stderr)
     with errors_reported():
         if note := private.settle_home():
@@ -38,6 +41,15 @@ def main() -> None:
     finally:
         # Python would search all of the libraries' objects for garbage once more: a second of a forecast's few.
         gc.freeze()
+
+
+def _silence_the_end() -> None:
+    """Discard what libraries write while the interpreter is taken down: triton 3.9 lists all of its types as leaked,
+    because `gc.freeze` keeps them.
+    """
+    with contextlib.suppress(OSError, ValueError):  # a closed pipe, a closed stream
+        sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _open_closed_streams() -> None:

@@ -125,9 +125,7 @@ def models_listed_once() -> contextlib.AbstractContextManager[None]:
     import transformers
     from transformers.utils import import_utils
 
-    listed = getattr(import_utils, "create_import_structure_from_path", None)
-    if listed is None:  # another version of transformers, which then takes longer to start
-        return contextlib.nullcontext()
+    listed = import_utils.create_import_structure_from_path
     package = Path(transformers.__file__).parent / "models"
 
     def list_once(path: Any) -> Any:
