@@ -485,7 +485,7 @@ def measure_answers(config: Config, architecture: Any, *, rows: int, context: in
         _mark(_BUILT)
         with torch.inference_mode():
             found = model.generate(
-                input_ids=ids, attention_mask=mask, past_key_values=caches.make(cache, model.config, context),
+                input_ids=ids, attention_mask=mask, cache=caches.make(cache, model.config, context),
                 min_new_tokens=2, max_new_tokens=2, do_sample=False, use_cache=True, disable_compile=True,
                 return_dict_in_generate=True, pad_token_id=0,
             )  # fmt: skip
@@ -494,7 +494,7 @@ def measure_answers(config: Config, architecture: Any, *, rows: int, context: in
         live += event.size_bytes
         built |= event.phase == _BUILT
         peak = max(peak, live) if built else 0
-    return {"cache_bytes": caches.size_bytes(found.past_key_values), "peak_bytes": peak}
+    return {"cache_bytes": caches.size_bytes(found.cache), "peak_bytes": peak}
 
 
 # -- the events --------------------------------------------------------------------------------------------------------

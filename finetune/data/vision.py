@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from packaging.version import Version
 
 from finetune.config import ModelSection
 from finetune.data import images
@@ -302,16 +301,9 @@ class Vision(Media):
 def of(section: ModelSection, pixels: int | None, architecture: Any, tokenizer: Any) -> Vision:
     """The vision of a base on rows with images of at most `pixels`, where that is given.
 
-    Raises ConfigError for a base whose images are not trained on here, and for a bound on pixels that it does not have;
-    MachineError for a transformers that is too old.
+    Raises ConfigError for a base whose images are not trained on here, and for a bound on pixels that it does not have.
     """
-    from transformers import __version__
-
     composite.seeing_class(architecture)
-    if Version(__version__).release < (5, 23):
-        raise MachineError(
-            f"`model.vision`: transformers {__version__} is too old to train on images; install 5.23, or set `none`"
-        )
     family = FAMILIES.get(architecture.model_type, VisionFamily())
     processor = _image_processor(section)
     if pixels and not family.bound:
@@ -410,10 +402,10 @@ def _image_processor(section: ModelSection, **changed: Any) -> Any:
             return AutoImageProcessor.from_pretrained(
                 locate(section.name), revision=section.revision, trust_remote_code=False, **changed
             )
-        except ImportError as error:  # transformers 5.17 has none without torchvision, whatever the base
+        except ImportError as error:  # such as torchvision for Mistral 3
             raise MachineError(
                 f"`model.vision`: transformers {__version__} cannot read images here ({first_line(error)[:120]}); "
-                "install torchvision, or a newer transformers"
+                "install torchvision"
             ) from None
 
     return hub_call(f"the image processor of `{section.name}`", load)

@@ -177,7 +177,7 @@ class _TracedInference:
 
     def _attach(self, base: Any, section: AdapterSection) -> Any:
         self._parameters = inspect.signature(base.forward).parameters
-        if "past_key_values" not in self._parameters:
+        if "cache" not in self._parameters:
             raise ConfigError(f"`model.name`: {type(base).__name__} has states of its own and no KV cache to forecast")
         config = self._job.config
         return attach(base, section, config.model.name, config.training.seed, config.model.revision).eval()
@@ -210,7 +210,7 @@ class _TracedInference:
         # Like `generate`, ask for the logits of the last position only if the model can limit them.
         last = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
         with self._mode, recorder:
-            output = self.fake.model(**inputs, **last, past_key_values=cache, use_cache=True)
+            output = self.fake.model(**inputs, **last, cache=cache, use_cache=True)
             scores = output.logits[:, -1].to(copy=True, dtype=torch.float32)
             del output
             scores.argmax(-1)

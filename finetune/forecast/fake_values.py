@@ -118,8 +118,6 @@ class Answers:
         self.shapes = {
             "aten::index.Tensor": self._index,
             "aten::nonzero": self._nonzero,
-            # Tokens of each expert: as many counts as the call asks for at least (transformers up to 5.22).
-            "aten::bincount": lambda func, args: (_aten.full.default, ([args[2]], 0)),
         }
 
     def scalar(self, tensor: torch.Tensor, source: Any) -> Any:

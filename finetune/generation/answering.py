@@ -166,9 +166,6 @@ class _Generation:
         self._positions = bounds.table_size(model)
         self._stop_ids = chat_template.stop_ids(tokenizer)
         caches.make(settings.cache, model.config, 1)
-        self._cached = caches.keeps(model)
-        if not self._cached and settings.cache != "dynamic":
-            raise ConfigError("this model has no keys and values to keep, and so no other KV cache; choose dynamic")
 
     def room(self, prompt: list[int]) -> int:
         """The largest number of tokens for the answer to `prompt`."""
@@ -216,7 +213,7 @@ class _Generation:
         for rows in ([row], [row, other + other]):
             with _evaluating(self._model):
                 output = self._model.generate(
-                    **self._padded(rows), min_new_tokens=2, max_new_tokens=2, do_sample=False, use_cache=self._cached,
+                    **self._padded(rows), min_new_tokens=2, max_new_tokens=2, do_sample=False, use_cache=True,
                     output_logits=True, return_dict_in_generate=True, pad_token_id=self._tokenizer.pad_token_id,
                     eos_token_id=self._stop_ids,
                     # The first token is the same whatever the model says, as rounding may decide between two.
@@ -248,7 +245,7 @@ class _Generation:
                 cache: dict[str, Any] = {}  # `generate` makes the default one, as some models keep other states
                 if settings.cache != "dynamic":
                     length = inputs["input_ids"].shape[1] + room
-                    cache["past_key_values"] = caches.make(settings.cache, self._model.config, length)
+                    cache["cache"] = caches.make(settings.cache, self._model.config, length)
                 torch.manual_seed(seed)
                 output = self._model.generate(
                     **inputs,
@@ -257,7 +254,7 @@ class _Generation:
                     # Compiled, the default for a static cache on a GPU, an answer would take minutes to begin.
                     disable_compile=True,
                     max_new_tokens=room,
-                    use_cache=self._cached,
+                    use_cache=True,
                     pad_token_id=self._tokenizer.pad_token_id,
                     eos_token_id=self._stop_ids,
                     stop_strings=list(settings.stop) or None,
@@ -268,7 +265,7 @@ class _Generation:
                 )
             finally:
                 before.restore()
-        self._cache_bytes(caches.size_bytes(output.past_key_values))
+        self._cache_bytes(caches.size_bytes(output.cache))
         return [self._answer(row[inputs["input_ids"].shape[1] :], room) for row in output.sequences.tolist()]
 
     def _padded(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:

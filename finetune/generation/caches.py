@@ -5,13 +5,12 @@ All are transformers' own. Layers that attend to a window keep no more than the 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.field_types import pick
-from finetune.errors import ConfigError, MachineError
+from finetune.errors import ConfigError
 
 
 def _dynamic(architecture: Any, length: int) -> Any:
@@ -29,10 +28,6 @@ def _static(architecture: Any, length: int) -> Any:
 def _quantized(architecture: Any, length: int) -> Any:
     from transformers import cache_utils
 
-    if not hasattr(cache_utils, "Fp8QuantizedLayer"):  # 5.17 has only quanto and hqq, which are packages of their own
-        raise MachineError(
-            "the quantized KV cache needs a newer transformers, such as 5.23: pip install -U transformers"
-        )
     try:
         return cache_utils.QuantizedCache("fp8", architecture)
     except ValueError:
@@ -77,23 +72,8 @@ CACHES: dict[str, KVCache] = {
 
 
 def make(name: str, architecture: Any, length: int) -> Any:
-    """An empty KV cache `name` for rows of `length` tokens. Raises ConfigError or MachineError if it cannot be had."""
+    """An empty KV cache `name` for rows of `length` tokens. Raises ConfigError if it cannot be had."""
     return pick(CACHES, name, "KV cache").make(architecture, length)
-
-
-def keeps(model: Any) -> bool:
-    """Whether `generate` of transformers 5.23 can go on from a cache of `model`.
-
-    It asks a layer with keys how many tokens the cache has, which a model of linear attention alone lacks (Kimi Linear
-    or Qwen3-Next without other layers). Mamba's cache goes by another name, and is not asked.
-    """
-    from transformers import DynamicCache
-    from transformers.cache_utils import CacheLayerMixin
-
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    layers = DynamicCache(config=base.config.get_text_config()).layers
-    asked = "past_key_values" in inspect.signature(base.forward).parameters
-    return not (asked and layers) or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
 
 def tensors(cache: Any) -> Iterator[tuple[int, Any]]:

@@ -6,6 +6,7 @@ Everything else stays the attention's own code: norms of queries and keys, soft 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,7 @@ def replace(module: Any) -> Callable[[], None]:
     """Compute the layers and the rotation here; returns a function that undoes it."""
     joined = _Joined(layers(module))
     undo = [lora.put(layer, joined.forward_of(number)) for number, layer in enumerate(joined.layers)]
-    own = _with_rotary(type(module).forward) if _rotates(module) else type(module).forward
+    own = _with_rotary(_written(module)) if _rotates(module) else type(module).forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with joined:
@@ -132,6 +133,11 @@ def _rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
     return rotate
 
 
+def _written(module: nn.Module) -> Any:
+    """The forward pass as it is written, without decorators: transformers 5.24 renames arguments of older callers."""
+    return inspect.unwrap(type(module).forward)
+
+
 @functools.cache
 def _with_rotary(forward: Any) -> Callable[..., Any]:
     """A copy of the function `forward` that calls the rotary embedding of this module, by changed globals."""
@@ -143,7 +149,7 @@ def _with_rotary(forward: Any) -> Callable[..., Any]:
 
 def _rotates(module: nn.Module) -> bool:
     """Whether the code of `module` rotates queries and keys as `rope_` does."""
-    forward = type(module).forward
+    forward = _written(module)
     code = getattr(forward, "__code__", None)
     plain = getattr(forward, "__globals__", {}).get(_ROTARY)
     return code is not None and _ROTARY in code.co_names and plain is not None and _is_half_rotation(plain)

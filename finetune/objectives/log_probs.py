@@ -152,7 +152,7 @@ def _prepare_balancing_loss(model: Any) -> str | None:
     config.output_router_logits = wanted and readable
     if readable or not wanted:
         return None
-    return (  # Granite's mixtures and DBRX up to transformers 5.17
+    return (
         f"{type(model).__name__} has no router logits in transformers {transformers.__version__}: it trains without "
         "its load-balancing loss; a newer transformers may have them"
     )

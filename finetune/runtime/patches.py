@@ -109,71 +109,78 @@ _SWITCH = "it can be switched off."
 
 COMPILE = Patch(
     "torch:compile",
-    "torch 2.13",
-    "(model=..., *, fullgraph=..., dynamic=..., backend=..., mode=..., options=..., name=..., disable=..., "
-    "recompile_limit=..., isolate_recompiles=..., shapes_spec=...)",
+    "torch 2.15",
+    (
+        "(model=..., *, fullgraph=..., dynamic=..., backend=..., mode=..., options=..., disable=...)",
+        "(model=..., *, fullgraph=..., dynamic=..., backend=..., mode=..., options=..., name=..., disable=..., "
+        "recompile_limit=...)",
+        "(model=..., *, fullgraph=..., dynamic=..., backend=..., mode=..., options=..., name=..., disable=..., "
+        "recompile_limit=..., isolate_recompiles=..., shapes_spec=...)",
+        "(model=..., *, fullgraph=..., dynamic=..., backend=..., mode=..., options=..., name=..., disable=..., "
+        "recompile_limit=..., isolate_recompiles=..., dynamic_shapes=...)",
+    ),
     "On import bitsandbytes compiles kernels of its slowest backend, which loads inductor for a second.",
     "bitsandbytes compiles at the first call.",
 )
 GET_RNG_STATE = Patch(
     "torch:get_rng_state",
-    "torch 2.13",
+    "torch 2.15",
     "()",
     "A trace counts the generator states that recomputation saves for each layer.",
     _FAKE_STATE,
 )
 SET_RNG_STATE = Patch(
     "torch:set_rng_state",
-    "torch 2.13",
+    "torch 2.15",
     "(new_state)",
     "A trace would give it the fake tensors of `get_rng_state`.",
     _FAKE_STATE,
 )
 TENSOR = Patch(
     "torch:tensor",
-    "torch 2.13",
+    "torch 2.15",
     "built in",
     "A list with fake tensors of one element is made a tensor of the numbers that a trace knows of them.",
     "torch reads a fake tensor's number as `item` does.",
 )
 FAKE_LIST = Patch(
     "torch._subclasses.fake_tensor:FakeTensor.tolist",
-    "torch 2.13",
+    "torch 2.15",
     "(self)",
     "The values that a trace knows of a fake tensor are listed at once, not number by number.",
     "it lists known values.",
 )
 IS_AUTOCAST_ENABLED = Patch(
     "torch:is_autocast_enabled",
-    "torch 2.13",
+    "torch 2.15",
     "built in",
     "Without an argument it answers for CUDA; a trace of CUDA runs under the CPU's autocast.",
     _FAKE_CUDA,
 )
 FOREACH_CLIPPING = Patch(
     "torch.nn.utils.clip_grad:_has_foreach_support",
-    "torch 2.13",
+    "torch 2.15",
     "(tensors, device)",
     "On CUDA all gradients are clipped at once; a trace on CPU tensors must do so too.",
     _FAKE_CUDA,
 )
 STORAGE_RESIZE = Patch(
     "torch:UntypedStorage.resize_",
-    "torch 2.13",
+    "torch 2.15",
     "built in",
     "FSDP2 allocates gathered weights by resizing storages, which a dispatch mode does not see.",
     "resizing a storage is an operator.",
 )
 FUNCTIONAL_LINEAR = Patch(
     "torch.nn.functional:linear",
-    "torch 2.13, deepspeed 0.19",
+    "torch 2.15, deepspeed 0.19",
     "built in",
     "DeepSpeed replaces it for the whole process; it is restored at the end, and traced alike.",
     "DeepSpeed restores it.",
 )
 MODULE_FORWARD = Patch(
     "torch.nn:Module.forward",
-    "torch 2.13",
+    "torch 2.15",
     "(self, *input)",
     "Kernels, and comparisons of exports, compute a module in another way; for PEFT, hooks and checkpoints it stays.",
     "never: it is how kernels are attached.",
@@ -181,7 +188,7 @@ MODULE_FORWARD = Patch(
 )
 LAYER_CLASS = Patch(
     "torch.nn:Linear.weight",
-    "torch 2.13",
+    "torch 2.15",
     "of instances",
     "`weight` becomes a property, to see whether code reads it without calling the layer.",
     "torch has hooks on reading a parameter.",
@@ -189,7 +196,7 @@ LAYER_CLASS = Patch(
 )
 AUTOCAST_KERNELS = Patch(
     "torch:ops.aten.pow.Tensor_Scalar",
-    "torch 2.13",
+    "torch 2.15",
     "aten::pow.Tensor_Scalar(Tensor self, Scalar exponent) -> Tensor",
     "CUDA's autocast computes some operators in float32 that the CPU's leaves in 16 bit.",
     _FAKE_CUDA,
@@ -200,42 +207,42 @@ AUTOCAST_KERNELS = Patch(
 
 IS_TRACING = Patch(
     "transformers.masking_utils:is_tracing",
-    "transformers 5.23",
+    "transformers 5.24",
     "(tensor=...)",
     "A probe needs masks that do not depend on data; a trace, which passes for a graph, those of a step.",
     "mask creation has an argument for it.",
 )
 PACKED_INDICES = Patch(
     "transformers.masking_utils:find_packed_sequence_indices",
-    "transformers 5.23",
+    "transformers 5.24",
     "(position_ids)",
     "It compares positions on the device, which synchronises, and sees only the rank's part of a row.",
     "mask creation takes the row boundaries (`cu_seq_lens_q`).",
 )
 PACKED_SEQUENCE = Patch(
     "transformers.modeling_flash_attention_utils:_is_packed_sequence",
-    "transformers 5.23",
+    "transformers 5.24",
     "(position_ids, batch_size)",
     "For one row it reads positions from the device in each layer; packed rows bring their boundaries.",
     "it is called once a pass.",
 )
 QUANTIZERS = Patch(
     "transformers.quantizers.auto:AUTO_QUANTIZER_MAPPING",
-    "transformers 5.23",
+    "transformers 5.24",
     "dict",
     "Ours quantize experts, but no routers; `register_quantizer` refuses a name that exists.",
     "transformers quantizes experts to 4 bit, or allows a quantizer to be replaced.",
 )
 QUANTIZATION_CONFIGS = Patch(
     "transformers.quantizers.auto:AUTO_QUANTIZATION_CONFIG_MAPPING",
-    "transformers 5.23",
+    "transformers 5.24",
     "dict",
     "The config of NVFP4 there says neither which modules files leave in 16 bit nor whether to dequantize.",
     "transformers loads files in NVFP4.",
 )
 CHECKPOINT_FILES = Patch(
     "transformers.modeling_utils:_get_resolved_checkpoint_files",
-    "transformers 5.23",
+    "transformers 5.24",
     "(pretrained_model_name_or_path, variant, gguf_file, use_safetensors, user_agent, is_remote_code, "
     "transformers_explicit_filename=..., download_kwargs=..., tqdm_class=...)",
     "Located weight files are checked before they are read; an index may name pickles.",
@@ -243,29 +250,29 @@ CHECKPOINT_FILES = Patch(
 )
 SET_PARAMETER = Patch(
     "transformers.core_model_loading:set_param_for_module",
-    "transformers 5.23",
+    "transformers 5.24",
     "(model, target_name, param_value, loading_info, hf_quantizer)",
     "A rank keeps only its shard of each weight as it is loaded.",
     "there is a hook after a weight is loaded.",
 )
 LOADING_WARMUP = Patch(
     "transformers.modeling_utils:caching_allocator_warmup",
-    "transformers 5.23",
+    "transformers 5.24",
     "(model, expanded_device_map, hf_quantizer)",
     "It would reserve memory for the whole model on each rank.",
     _SWITCH,
 )
 BALANCING_LOSS = Patch(
     "transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func",
-    "transformers 5.23",
+    "transformers 5.24",
     "(gate_logits, num_experts=..., top_k=..., attention_mask=...)",
     "With context parallelism the loss takes the tokens of all ranks.",
     "transformers computes it over several ranks.",
 )
 CAUSAL_MODEL_FORWARD = Patch(
     "transformers:LlamaForCausalLM.forward",
-    "transformers 5.23",
-    "(self, input_ids=..., attention_mask=..., position_ids=..., past_key_values=..., inputs_embeds=..., labels=..., "
+    "transformers 5.24",
+    "(self, input_ids=..., attention_mask=..., position_ids=..., cache=..., inputs_embeds=..., labels=..., "
     "use_cache=..., logits_to_keep=..., **kwargs)",
     "The loss scores labels in tiles; context parallelism splits the inputs; the comparison of exports gives a head "
     "known states.",
@@ -274,7 +281,7 @@ CAUSAL_MODEL_FORWARD = Patch(
 )
 KEY_VALUE_GROUPS = Patch(
     "transformers.models.llama.modeling_llama:LlamaAttention.num_key_value_groups",
-    "transformers 5.23",
+    "transformers 5.24",
     "of instances",
     "With fewer key and value heads than ranks, heads are repeated before they are exchanged.",
     "attention functions take the ratio from the shapes.",
@@ -282,7 +289,7 @@ KEY_VALUE_GROUPS = Patch(
 )
 ATTENTION_TABLE = Patch(
     "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS.__setitem__",
-    "transformers 5.23",
+    "transformers 5.24",
     "(key, value)",
     "Context parallelism exchanges tokens for heads around attention; masks get whole rows.",
     "transformers has hooks around attention functions.",
@@ -290,7 +297,7 @@ ATTENTION_TABLE = Patch(
 )
 ROTARY = Patch(
     "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
-    "transformers 5.23",
+    "transformers 5.24",
     "(q, k, cos, sin, unsqueeze_dim=...)",
     "A fused rotary embedding: the forward pass runs with another global of this name.",
     "transformers calls it through a table of its own for each model.",
@@ -298,7 +305,7 @@ ROTARY = Patch(
 )
 EXPERTS_FORWARD = Patch(
     "transformers.models.mixtral.modeling_mixtral:MixtralExperts.forward",
-    "transformers 5.23",
+    "transformers 5.24",
     "(self, hidden_states, top_k_index, top_k_weights)",
     "Routing cannot be computed on the meta device, where a probe runs.",
     "experts have a path for meta tensors.",
@@ -306,7 +313,7 @@ EXPERTS_FORWARD = Patch(
 )
 CHECKPOINT_FUNCTION = Patch(
     "transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
-    "transformers 5.23",
+    "transformers 5.24",
     "of instances",
     "Each layer is recomputed by its own level.",
     "`gradient_checkpointing_kwargs` can differ by layer.",
@@ -314,21 +321,21 @@ CHECKPOINT_FUNCTION = Patch(
 )
 SCIPY = Patch(
     "transformers.utils:is_scipy_available",
-    "transformers 5.23",
+    "transformers 5.24",
     "()",
     "Every model imports the losses of object detection, and these import scipy.",
     "they import it when they are called.",
 )
 MODELS_LISTING = Patch(
     "transformers.utils.import_utils:create_import_structure_from_path",
-    "transformers 5.23",
+    "transformers 5.24",
     "(module_path)",
     "The first model import lists 1,600 files twice: the cache is keyed by two spellings.",
     "it is keyed by the resolved path.",
 )
 GGUF_PROGRESS = Patch(
     "transformers.modeling_gguf_pytorch_utils:tqdm",
-    "transformers 5.23",
+    "transformers 5.24",
     "(iterable=..., *args, **kwargs)",
     "Its progress bar ignores `disable_progress_bar`.",
     "it uses transformers' own `logging.tqdm`.",

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import trl
 from jobs import sampled
-from transformers.utils import chat_template_utils
 
 from finetune.config import DataSection, ModelSection
 from finetune.data import chat
@@ -202,12 +201,8 @@ def encode(row: dict[str, Any], tokenizer: Any) -> Any:
 
 def check(kinds: Iterable[str], name: str, tokenizer: Any, subtests: pytest.Subtests) -> None:
     refused = REFUSED.get(name, {})
-    # transformers 5.17 passes a thought under its own name alone, and these templates read another.
-    renames = hasattr(chat_template_utils, "_REASONING_FIELDS") or "reasoning_content" in tokenizer.chat_template
     for kind in kinds:
         with subtests.test(kind=kind):
-            if "reasoning_content" in str(KINDS[kind]) and "thinking" in tokenizer.chat_template and not renames:
-                pytest.skip("this version of transformers does not rename thoughts")
             if kind in refused:
                 with pytest.raises(RowError, match=refused[kind]):
                     encode(KINDS[kind], tokenizer)

@@ -12,13 +12,10 @@ import pytest
 import tiny_models
 import torch
 from messages import refusal
-from transformers import cache_utils
 
 from finetune.errors import ConfigError
 from finetune.forecast.answer_memory import Inference, Serving
 from finetune.resolve import planning
-
-FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
 
 
 @functools.cache
@@ -31,9 +28,8 @@ def forecast(model: str = "llama", *, cache: str = "dynamic", layers: int = 4, *
 @pytest.mark.parametrize(
     ("model", "cache", "rows"),
     [
-        ("llama", "dynamic", 3), ("windows", "static", 1),
+        ("llama", "dynamic", 3), ("windows", "static", 1), ("llama", "quantized", 3),
         pytest.param("mixture", "dynamic", 3, marks=pytest.mark.long),
-        pytest.param("llama", "quantized", 3, marks=pytest.mark.skipif(not FP8, reason="no 8-bit KV cache here")),
     ],
 )  # fmt: skip
 def test_the_forecast_is_what_answers_take(model: str, cache: str, rows: int) -> None:
@@ -63,10 +59,9 @@ def test_an_adapter_on_some_layers_by_pattern_counts_in_those_alone() -> None:
 @pytest.mark.slow
 def test_the_sizes_of_all_possible_caches_are_given(shallow_base: Path) -> None:
     found = planning.answers(tiny_models.config(model__name=str(shallow_base)), "cpu", context=64).caches
-    assert found.keys() - {"quantized"} == {"dynamic", "static", "offloaded"}
+    assert found.keys() == {"dynamic", "static", "offloaded", "quantized"}
     assert found["offloaded"] == found["dynamic"] <= found["static"] < found["dynamic"] + 1024
-    if FP8:
-        assert found["quantized"] < 0.51 * found["dynamic"]
+    assert found["quantized"] < 0.51 * found["dynamic"]
 
 
 @pytest.mark.slow

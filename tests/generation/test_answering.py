@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from messages import refusal, reported
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, OPTConfig, RwkvConfig, cache_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, OPTConfig, RwkvConfig
 
 import finetune
-from finetune.errors import ConfigError, MachineError
+from finetune.errors import ConfigError
 from finetune.generation import answering
 from finetune.generation.answering import PromptTooLong, answers, stream
 from finetune.generation.settings import Settings
 
-FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
 SETTINGS = Settings(max_new_tokens=12, batch_size=4)
 QUESTION = "What does the function in this module return when its list is empty, and why is that so?"
 
@@ -174,7 +173,6 @@ def test_another_kv_cache_gives_the_same_answers(
     assert list(answers(model, tokenizer, prompts, replace(SETTINGS, cache=cache))) == alone
 
 
-@pytest.mark.skipif(not FP8, reason="this transformers has no 8-bit KV cache")
 def test_a_quantized_kv_cache_is_smaller_and_its_answers_nearly_the_same(
     model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[answering.Answer]
 ) -> None:
@@ -199,15 +197,8 @@ def test_layers_with_windows_keep_no_more_than_those_whatever_the_cache(tokenize
     assert found[0] == found[1] == found[2]
     a_token = 2 * 16 * 4  # keys and values of one head
     assert all(2 * a_token * (71 + 15) <= size <= 2 * a_token * (72 + 16) + 99 for size in sizes)
-    if FP8:
-        with refusal(ConfigError, "only for models whose layers all attend to the whole row"):
-            answers(model, tokenizer, prompt, replace(SETTINGS, cache="quantized"))
-
-
-def test_a_kv_cache_that_this_transformers_lacks_is_refused(model: Any, tokenizer: Any, monkeypatch: Any) -> None:
-    monkeypatch.delattr(cache_utils, "Fp8QuantizedLayer", raising=False)
-    with refusal(MachineError, "needs a newer transformers"):
-        answers(model, tokenizer, [[5]], replace(SETTINGS, cache="quantized"))
+    with refusal(ConfigError, "only for models whose layers all attend to the whole row"):
+        answers(model, tokenizer, prompt, replace(SETTINGS, cache="quantized"))
 
 
 @pytest.mark.slow

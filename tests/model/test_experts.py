@@ -370,7 +370,7 @@ def test_a_mixture_whose_routers_cannot_be_read_says_that_it_trains_without_its_
 
     assert balanced()
     assert "balancing" not in capsys.readouterr().out
-    monkeypatch.setattr(MixtralPreTrainedModel, "_can_record_outputs", {})  # as Granite's is in transformers 5.17
+    monkeypatch.setattr(MixtralPreTrainedModel, "_can_record_outputs", {})
     assert not balanced()
     assert "trains without its load-balancing loss" in " ".join(capsys.readouterr().out.split())
 

@@ -1,5 +1,6 @@
 """What a step does: gradients that do not depend on the micro-batch, optimizers, resume, best checkpoint, faults."""
 
+import importlib.metadata
 import itertools
 import json
 import os
@@ -240,7 +241,7 @@ def test_the_trained_run_has_what_the_contract_lists_and_a_lower_held_out_loss(t
     assert {"config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "checkpoints", "adapter"} <= names
     assert {"report.html", "training.png", "answers.json"} <= names
     environment = json.loads(trained.environment_file.read_text())
-    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["packages"]["torch"] == importlib.metadata.version("torch")
     assert environment["seed"] == 42
     base, *_, last = [line["eval_loss"] for line in trained.metrics() if "eval_loss" in line]
     assert last < 0.85 * base

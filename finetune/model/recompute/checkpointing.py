@@ -48,9 +48,7 @@ def apply(model: Any, section: MemorySection, device_type: str, copies_to_host: 
     decoder = layers(model)
     chosen = pattern(section.checkpointing, len(decoder))
     _check(model, chosen or ["all"])  # also raises for a model without such layers
-    # Named after gradients before transformers 5.23.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     # Only reentrant checkpointing needs an input with a gradient. Here it would keep the embeddings of all tokens, then
     # a leaf of the graph, to the end of the backward pass, and compute their gradient.
     model.disable_input_require_grads()
@@ -60,7 +58,6 @@ def apply(model: Any, section: MemorySection, device_type: str, copies_to_host: 
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False
     for layer in decoder:
-        # Around the checkpoint, which older versions (transformers 5.17) begin before hooks and `forward`.
         patches.CHECKPOINT_FUNCTION.put(_Checkpointed(experts.have_biases(layer), copies), layer)
     choose(model, chosen)
 

@@ -189,23 +189,10 @@ def _is_of(file: Path, folder: Path) -> bool:
 
 def _stamp(file: Path) -> dict[str, int | str]:
     status = file.stat()
-    stamp: dict[str, int | str] = {
+    return {
         "file": os.path.realpath(file), "bytes": status.st_size, "modified_ns": status.st_mtime_ns,
         "written_as": _WRITTEN_AS,
     }  # fmt: skip
-    # Written again, with a tokenizer, once transformers is newer.
-    return stamp if _splits() is not None else stamp | {"tokenizer": 0}
-
-
-def _splits() -> Any | None:
-    """How transformers splits text, by the name in a GGUF file; None in 5.17, which takes another tokenizer than the
-    file's, or loses its special tokens.
-    """
-    try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-    except ImportError:
-        return None
-    return GGUF_PRE_TOKENIZER_SPLITS
 
 
 def architecture(file: Path) -> Any:
@@ -484,13 +471,11 @@ class _File:
         to name one.
         """
         from transformers import PreTrainedTokenizerFast
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-        known = _splits()
-        if known is None:
-            return
         of_bytes = self._keys.get("tokenizer.ggml.model") == "gpt2"
         splits = self._keys.get("tokenizer.ggml.pre")
-        if of_bytes and splits not in (*known, *_DIGITS_APART, "gpt-2"):
+        if of_bytes and splits not in (*GGUF_PRE_TOKENIZER_SPLITS, *_DIGITS_APART, "gpt-2"):
             return
         tokenizer = PreTrainedTokenizerFast.from_pretrained(self._file.parent, gguf_file=self._file.name)
         with files.as_os_errors(folder):

@@ -39,7 +39,6 @@ from finetune.model.structure import (
     eight_bit,
     experts,
     linear_layers,
-    older_loading,
     quantization,
     recipes,
     sequence_head,
@@ -278,13 +277,6 @@ class _Packed:
             else:
                 setattr(module, own, packed.pack(form, getattr(module, own).data, transposed=_is_transposed(module)))
                 experts.unpack_in_forward(module)
-        if older_loading.IS_OLDER:
-            self._types = older_loading.give_types_of_values(model)
-
-    def _process_model_after_weight_loading(self, model: Any, **named: Any) -> Any:
-        if older_loading.IS_OLDER:
-            self._types.remove()
-        return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **named: Any) -> bool:
         return packed.packing_of(model.get_parameter_or_buffer(param_name)) is not None
@@ -296,11 +288,7 @@ class _Packed:
         return {"deserialize": _Keep, "dequantize": _Keep}
 
     def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
-        if older_loading.IS_OLDER:
-            names = self.serialized_names if self.pre_quantized else {}
-            updated = older_loading.update_conversions(weight_conversions, names, _Keep, self)
-        else:
-            updated = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[misc]
+        updated = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[misc]
         for conversion in updated:
             operations = getattr(conversion, "operations", ())
             if operations and isinstance(operations[0], _Keep):
@@ -480,11 +468,7 @@ class _Keep(ConversionOps):
     def _kept(
         self, input_dict: dict[str, Any], full_layer_name: str, model: Any, named: dict[str, Any]
     ) -> dict[str, Any]:
-        patterns = [name.removesuffix("$") for name in named["source_patterns"]]  # `older_loading` appends the `$`
-        named["source_patterns"] = patterns
-        given = {
-            name.removesuffix("$"): value if isinstance(value, list) else [value] for name, value in input_dict.items()
-        }
+        given = {name: value if isinstance(value, list) else [value] for name, value in input_dict.items()}
         module, last = get_module_from_name(model, full_layer_name)
         parameter = getattr(module, last)
         wanted = packed.packing_of(parameter)
@@ -498,8 +482,6 @@ class _Keep(ConversionOps):
         codes, scales = dict[str, Any](), dict[str, Any]()
         for name, one in parts.items():
             codes[name], *factors = (given[part] for part in one.names)
-            if older_loading.IS_OLDER:
-                codes[name] = [older_loading.as_published(code) for code in codes[name]]
             scales[name] = [one.scales(*each) for each in zip(codes[name], *factors, strict=True)]
         (stored,), (joined,) = (self._after(part, full_layer_name, model, named).values() for part in (codes, scales))
         dtype = wanted.dtype if wanted else parameter.dtype

@@ -54,7 +54,7 @@ def cut(file: Path, size: int) -> None:
 
 def test_a_machine_is_described_by_versions_memory_disks_and_choices() -> None:
     found = {one.about: one for one in machine.examine().findings}
-    assert found["torch"].what.startswith(torch.__version__)
+    assert found["torch"].what.startswith(importlib.metadata.version("torch"))
     assert {"python", "peft", "bitsandbytes library", "host memory", "runs", "model cache", "hub", "threads"} <= set(
         found
     )
