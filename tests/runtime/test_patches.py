@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import re
 import types
 from pathlib import Path
@@ -11,42 +10,12 @@ from typing import Any
 
 import pytest
 import write_docs
+from versions import installed_signature
 
 from finetune.runtime import libraries, patches
 from finetune.runtime.patches import Patch
 
 ENTRIES = patches.entries()
-
-
-def installed_signature(entry: Patch) -> str:
-    """What the target is in the installed version; raises ImportError or AttributeError if there is none.
-
-    The parameters of a function (of a Triton kernel, of an autograd function's forward pass), with `=...` for
-    defaults; the schema of an operator; "of instances" for an attribute that a class gives its instances;
-    otherwise the type's name.
-    """
-    owner = entry.owner()
-    if inspect.isclass(owner) and not hasattr(owner, entry.attribute):
-        if f"self.{entry.attribute}" not in inspect.getsource(owner):
-            raise AttributeError(f"{entry.target} is not there")
-        return "of instances"
-    value = getattr(owner, entry.attribute)
-    if hasattr(value, "_schema"):
-        return str(value._schema)
-    if hasattr(value, "save_for_backward"):
-        value = value.forward
-    value = getattr(value, "fn", value)
-    if not callable(value):
-        return type(value).__name__
-    try:
-        signature = inspect.signature(value)
-    except ValueError:
-        return "built in"
-    parameters = [
-        one.replace(annotation=one.empty, default=one.default if one.default is one.empty else ...)
-        for one in signature.parameters.values()
-    ]
-    return str(inspect.Signature(parameters)).replace("Ellipsis", "...")
 
 
 @pytest.mark.parametrize("name", ENTRIES)
