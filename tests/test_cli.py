@@ -14,6 +14,7 @@ from jobs import TINY, write_rows
 from messages import reported
 
 from finetune import cli
+from finetune.choices import load_config
 from finetune.config import dump
 from finetune.export.export_formats import FORMATS
 from finetune.extras.launch.targets import TARGETS
@@ -164,6 +165,36 @@ def test_files_to_read_and_to_write_may_be_at_home(
     code, _, err = call("report", "~/gone")
     assert code == 7
     reported(err, str(tmp_path / "gone"))
+
+
+def test_a_command_without_a_config_says_how_to_begin(call) -> None:
+    said = set()
+    for command in ("train", "sweep", "data", "plan", "fit", "launch"):
+        code, _, err = call(command)
+        assert code == 2
+        said.add(err)
+    [message] = said
+    reported(message, "`finetune init MODEL DATA`", "`finetune train builtin:tiny_cpu`")
+
+
+def test_a_config_of_the_package_is_named_anywhere_and_what_is_written_is_named_after_it(
+    call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config("builtin:tiny_cpu") == load_config(TINY)
+    assert call("launch", "builtin:tiny_cpu", "--on", "slurm", "--gpus-per-node", "2")[0] == 0
+    [script] = tmp_path.iterdir()
+    assert script.stem == "tiny_cpu"
+    assert "finetune train builtin:tiny_cpu" in script.read_text()
+    (tmp_path / "tiny_cpu_fitted.yaml").mkdir()
+    assert "tiny_cpu_fitted.yaml could not be written" in call("fit", "builtin:tiny_cpu")[2]
+    for wrong, words in {
+        "builtin:tiny_cpi": "did you mean `builtin:tiny_cpu`",
+        "configs/tiny_cpu.yaml": "`builtin:tiny_cpu`?",
+    }.items():
+        code, _, err = call("data", wrong)
+        assert code == 2
+        reported(err, wrong, words)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib import metadata
@@ -54,13 +55,17 @@ def test_what_is_imported_is_asked_for() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT, check=True, capture_output=True,
-    )  # fmt: skip
-    [wheel] = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+def test_the_wheel_made_of_the_sdist_works_outside_the_checkout(tmp_path: Path) -> None:
+    def built(kind: str, at: Path, suffix: str) -> Path:
+        command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(tmp_path)]
+        subprocess.run(command, cwd=at, check=True, capture_output=True)
+        [file] = tmp_path.glob(f"*{suffix}")
+        return file
+
+    with tarfile.open(built("sdist", ROOT, ".tar.gz")) as archive:
+        archive.extractall(tmp_path / "sdist", filter="data")
+    [unpacked] = (tmp_path / "sdist").iterdir()
+    with zipfile.ZipFile(built("wheel", unpacked, ".whl")) as archive:
         names = set(archive.namelist())
         archive.extractall(tmp_path / "site")
     assert any(name.endswith("licenses/data/LICENSE.python_docs") for name in names)
@@ -68,17 +73,27 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     assert ours <= names
     assert "finetune/extras/pages/templates/run.html.j2" in ours
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
-    script = (
-        "import finetune, sys; from finetune.model.source.locate import locate; "
-        "from finetune.extras.python_docs import rows; "
-        "assert finetune.__file__.startswith(sys.argv[1]); assert rows.pairs('eval'); "
-        "print(locate('builtin:tiny-llama'))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "site")],
-        cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.stdout.strip() == str(tmp_path / "site" / "finetune" / "_builtin" / "tiny-llama")
+    configs = {f"finetune/_builtin/configs/{path.name}" for path in (ROOT / "configs").iterdir()}
+    assert configs <= names
+
+    (tmp_path / "work").mkdir()
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path / "work", env={"PYTHONPATH": str(tmp_path / "site")},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    home = run("-c", "import finetune; print(finetune.__file__)").stdout
+    assert home.startswith(str(tmp_path / "site"))
+    begin = run("-m", "finetune", "train")
+    assert begin.returncode == 2
+    # The command that it offers; of the built-in base and rows, two steps.
+    [command] = re.findall(r"`finetune (train builtin:\S+)`", begin.stderr)
+    trained = run("-m", "finetune", *command.split(), "training.max_steps=2", "training.eval_every=2")
+    assert trained.returncode == 0, trained.stderr
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["runs"]
+    assert (tmp_path / "work/runs/tiny_cpu/merged/model.safetensors").is_file()
 
 
 def test_subjects_of_commits_after_the_base_are_checked(tmp_path: Path) -> None:

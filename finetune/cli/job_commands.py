@@ -22,6 +22,7 @@ from finetune.cli.output import (
     wrote,
 )
 from finetune.cli.program import command, refusing
+from finetune.config import located
 from finetune.errors import ConfigError, OutOfMemoryError
 from finetune.runtime import libraries
 from finetune.storage.files import check_place
@@ -153,7 +154,7 @@ def fit(
 ) -> None:
     """Find the fastest setting that fits. At the same global batch; written as a config."""
     asked = finetune.load_config(config, overrides or [])
-    target = output or Path(f"{config.stem}_fitted.yaml")
+    target = output or Path(f"{located(config).stem}_fitted.yaml")
     check_place(target)
     job = asked if as_json else announce(f"fit of {config}", asked, gpu)
     with libraries.importing():

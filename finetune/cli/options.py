@@ -37,7 +37,7 @@ def which(model: str) -> str:
     return model
 
 
-ConfigFile = Annotated[Path, typer.Argument(help="A config, such as configs/tiny_cpu.yaml.")]
+ConfigFile = Annotated[Path, typer.Argument(help="A config, such as job.yaml or builtin:tiny_cpu.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, such as training.max_steps=20.")]
 RunPath = Annotated[Path, typer.Argument(help="A run directory, such as runs/tiny_cpu.")]
 TrustCode = Annotated[

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from finetune.errors import INTERRUPTED, FinetuneError, MachineError, OutOfMemoryError, Terminated
+from finetune.errors import INTERRUPTED, ConfigError, FinetuneError, MachineError, OutOfMemoryError, Terminated
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -37,6 +37,10 @@ def of_program(
 
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+_NO_CONFIG = (
+    "a config is needed: `finetune init MODEL DATA` writes one, such as `finetune init builtin:tiny-llama facts.csv`; "
+    "to try the program, `finetune train builtin:tiny_cpu` trains a built-in job in two minutes on a CPU"
+)
 CHANGEABLE: set[str] = set()
 """The commands that take `section.key=value`."""
 
@@ -57,9 +61,13 @@ def command(
     @functools.wraps(work)
     def run(*, debug: bool, **given: Any) -> None:
         with errors_reported(debug):
+            if given.get("config", "") is None:
+                raise ConfigError(_NO_CONFIG)
             work(**given)
 
     own = dict(inspect.signature(work, eval_str=True).parameters)
+    if "config" in own:  # so that `run` says how to begin
+        own["config"] = own["config"].replace(default=None)
     if shared:
         own.popitem()  # the `**` parameter
         own = {**own, **shared, **own}

@@ -12,6 +12,7 @@ from finetune.config.load import (
     inline,
     load,
     loaded,
+    located,
     written,
 )
 from finetune.config.rules import contradictions

@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from finetune import builtin
 from finetune.config import explain, gone, other_names, serving, strict_yaml
 from finetune.config.explain import Locations
-from finetune.config.field_types import Choices, nearest, shown
+from finetune.config.field_types import Choices, nearest, pick, shown
 from finetune.config.rules import contradictions
 from finetune.config.sections import Config
 from finetune.errors import ConfigError
@@ -32,12 +33,19 @@ def load(
 
     Raises ConfigError with all problems, each with file:line or `override`, when there is any.
     """
-    path = Path(os.path.expanduser(path))
+    path = located(path)
     document = strict_yaml.parse(text_of(path))
     problems = [f"{path}:{problem.line}: {problem.message}" for problem in document.problems]
     locations = Locations(str(path), {key: f"{path}:{line}" for key, line in document.lines.items()})
     config = _checked(document.values, locations, problems, overrides, choices, trained)
     return config if config.output.dir else config.changed({"output.dir": str(Path("runs") / path.stem)})
+
+
+def located(name: str | Path) -> Path:
+    """The file of a config, which comes with the package if its name is `builtin:NAME`. Raises ConfigError."""
+    if str(name).startswith("builtin:"):
+        return pick(builtin.configs(), str(name), "config")
+    return Path(os.path.expanduser(name))
 
 
 def loaded(config: object) -> Config:
@@ -244,6 +252,8 @@ def _ignored(values: dict[str, dict[str, Any]], choices: Choices) -> list[tuple[
 
 
 def _nearest_file(path: Path) -> str:
+    if (name := f"builtin:{path.stem}") in builtin.configs():  # documentation names those of a checkout
+        return f"; did you mean `{name}`?"
     if not os.path.isdir(path.parent):
         return ""
     known = sorted(str(file) for file in path.parent.glob("[!.]*.yaml"))

@@ -20,13 +20,6 @@ _REPLACED = ".replaced"
 _MADE_FROM = "made_from.json"
 
 
-def builtin(name: str) -> Path:
-    """A file or folder that comes with the package: in an installed wheel, or in `data/` of a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "_builtin" / name
-    return installed if installed.exists() else package.parent / "data" / name
-
-
 @contextlib.contextmanager
 def staged(target: Path, made_from: dict[str, Any] | None = None) -> Iterator[Path]:
     """Write a directory under a temporary name and publish it by rename when the block ends without an error.

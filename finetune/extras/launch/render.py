@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.choices import load_config
+from finetune.config import located
 from finetune.config.field_types import pick
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.extras.launch.targets import TARGETS, Target
@@ -52,8 +53,9 @@ def write(
             # A model that this machine does not have passes: the cluster may have it on a disk of its own.
             with contextlib.suppress(ArtifactError, MachineError):
                 context.check(load_architecture(asked.model, listed=True), asked.distributed.context)
-    run = Path(asked.output.dir or f"runs/{config.stem}")
-    file = output or Path(f"{config.stem}{target.suffix}")
+    name = located(config).stem
+    run = Path(asked.output.dir or f"runs/{name}")
+    file = output or Path(f"{name}{target.suffix}")
     if file.resolve() == config.resolve():
         raise ConfigError(f"--output: {file} is the config itself; give another name")
     if target.copied:

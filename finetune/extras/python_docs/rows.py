@@ -10,14 +10,14 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from finetune import builtin
 from finetune.config.field_types import unknown
 from finetune.data.problems import Problems
 from finetune.data.source_kinds import Record, SourceKind, digest, no_files
 from finetune.data.splits import Split
 from finetune.errors import DataError
-from finetune.storage.files import builtin
 
-FILE = builtin("python_docs.jsonl.gz")
+FILE = builtin.file("data/python_docs.jsonl.gz")
 
 
 def conversations(split: Split) -> list[dict[str, Any]]:

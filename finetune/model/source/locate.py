@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from finetune import builtin
 from finetune.config import ModelSection
 from finetune.config.field_types import unknown
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
 from finetune.model.source import catalog
 from finetune.runtime import hub
-from finetune.storage.files import builtin
 
 BUILTIN_BASE = "builtin:tiny-llama"
 IMAGE_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
@@ -43,7 +43,7 @@ def locate(name: str) -> str:
     if name.startswith("builtin:"):
         if name != BUILTIN_BASE:
             raise ArtifactError(f"model {unknown(name, [BUILTIN_BASE])}")
-        path = builtin("tiny-llama")
+        path = builtin.file("data/tiny-llama")
         if (path / "config.json").is_file():
             return str(path)
         raise ArtifactError(f"{BUILTIN_BASE} is missing from this installation; make it with data/build_tiny_llama.py")
