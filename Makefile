@@ -15,8 +15,12 @@ READY := .venv/.ready
 DEV := .venv/.ready-dev
 OLDEST := .venv-oldest/bin
 NEWEST := .venv-newest/bin
-# Of torch 2.11, the lowest allowed, the package index has a CUDA build of gigabytes alone; TORCH=2.11.0 takes it.
+# Of torch 2.11, the lowest allowed, not every mirror has a CPU build; TORCH=2.11.0 takes it.
 TORCH ?= 2.13.0
+# uv takes the build of torch for this machine's driver, or for a CPU, from PyTorch's index. With a mirror instead:
+# make setup UV_FLAGS="--find-links FOLDER".
+UV ?= $(shell command -v uv)
+UV_FLAGS ?= --torch-backend=auto
 
 .DEFAULT_GOAL := help
 .PHONY: help setup finetune data plan fit merge test test-fast test-long durations test-oldest test-newest house check notebooks bench golden sweep many-gpus faults faults-ranks mutations exports answers gpu-check docs
@@ -27,31 +31,51 @@ help: ## Show the targets.
 setup: $(DEV) ## Create .venv and install the tested versions, with what tests and notebooks need.
 
 $(READY): constraints.txt pyproject.toml
-	$(call install)
+	$(call install,torch)
 
 $(DEV): constraints.txt pyproject.toml $(READY)
-	$(call install,--group dev)
+	$(call install,torch --group dev)
 
 .venv-oldest/.ready: constraints-oldest.txt pyproject.toml
-	$(call install,--group test torch==$(TORCH))
+	$(call install,torch==$(TORCH) --group test)
 
 # Made anew at each call, because new versions may have come out.
 .venv-newest/.ready: FORCE
-	$(PYTHON) -m venv --clear $(@D)
-	$(NEWEST)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(NEWEST)/python -m pip install --quiet --editable . --group test torch==$(TORCH)
+	rm -rf $(@D)
+	$(call install,torch==$(TORCH) --group test)
 
 .PHONY: FORCE
 FORCE:
 
-# Make the environment of the target, from its first prerequisite.
+# Install this checkout and $(1), of which the first is torch, into the environment of the target, with the versions of
+# its first prerequisite. Python compiles what a process imports; all of torch and transformers takes a minute.
+ifneq ($(UV),)
 define install
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo 'error: finetune needs Python 3.11 or newer; set PYTHON=python3.x'; exit 4; }
+	$(check_python)
+	$(UV) venv --quiet --allow-existing --seed --python $(PYTHON) $(@D)
+	$(UV) pip install --quiet --python $(@D) $(UV_FLAGS) $(pins) --editable . $(1)
+	@touch $@
+endef
+else
+define install
+	$(check_python)
+	@test -d $(@D) || echo 'uv is not installed: pip takes minutes where it takes seconds (pip install uv)'
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(@D)/bin/python -m pip install --quiet --constraint $< --editable . $(1)
+	$(if $(driver),,$(pip_install) --no-deps $(cpu_builds) $(firstword $(1)))
+	$(pip_install) --editable . $(1)
 	@touch $@
+endef
+endif
+pip_install = $(@D)/bin/python -m pip install --quiet --no-compile $(pins)
+pins = $(if $(filter %.txt,$<),--constraint $<)
+driver = $(shell command -v nvidia-smi || ls /proc/driver/nvidia/version 2>/dev/null)
+# Asked once, and only for torch: where it cannot be reached, pip takes the build that its other sources have.
+cpu_builds := --retries 0 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu
+
+define check_python
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'error: finetune needs Python 3.11 or newer; set PYTHON=python3.x'; exit 4; }
 endef
 
 finetune: $(READY) ## Train CONFIG (default configs/tiny_cpu.yaml) with ARGS="section.key=value ...".
