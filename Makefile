@@ -23,7 +23,7 @@ UV ?= $(shell command -v uv)
 UV_FLAGS ?= --torch-backend=auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune data plan fit merge test test-fast test-long durations test-oldest test-newest house check notebooks bench golden sweep many-gpus faults faults-ranks mutations exports answers gpu-check docs
+.PHONY: help setup finetune data plan fit merge test test-fast test-long durations test-oldest test-newest house lock check notebooks bench golden sweep many-gpus faults faults-ranks mutations exports answers gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -114,6 +114,9 @@ test-newest: .venv-newest/.ready ## Run the quick tests with the newest versions
 
 house: $(DEV) ## Count what a reader or a new feature has to go through.
 	$(BIN)/python tests/test_house.py
+
+lock: ## Pin what pyproject.toml allows in constraints*.txt; ARGS=--upgrade takes the newest. Needs uv.
+	.ci/lock $(ARGS)
 
 check: $(DEV) ## Lint, types, unused code, the direction of imports and the subjects of new commits.
 	$(BIN)/ruff check .

@@ -33,6 +33,12 @@ def test_each_floor_is_what_the_oldest_environment_installs() -> None:
     assert floors == {name: Version(pinned[name]) for name in NEEDED if name != "torch"}
 
 
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-oldest.txt"])
+def test_pins_serve_a_cpu_as_well_as_a_gpu(file: str) -> None:
+    assert {name: version for name, version in pins(file).items() if "+" in version} == {}
+    assert [name for name in pins(file) if name.startswith(("nvidia-", "cuda-"))] == []
+
+
 def test_the_tested_versions_lie_in_the_ranges() -> None:
     pinned = pins("constraints.txt")
     assert not {name: pinned[name] for name, wanted in NEEDED.items() if not wanted.contains(pinned[name])}
