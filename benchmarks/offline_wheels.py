@@ -52,7 +52,7 @@ def main() -> None:
     options = _options()
     constraints = read_versions((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     present = read_versions(options.have.read_text(encoding="utf-8"))
-    needed = carried(_runtime_requirements(), present, constraints, _installed_requires(options.python))
+    needed = carried(_requirements(), present, constraints, _installed_requires(options.python))
     print(f"{len(needed)} packages to carry: " + ", ".join(f"{name} {version}" for name, version in needed.items()))
     wheels = [_download(name, version, options) for name, version in needed.items()]
     for wheel in wheels:
@@ -110,9 +110,11 @@ def _fits(specifier: SpecifierSet, name: str, present: Versions) -> bool:
     return version is None or specifier.contains(version, prereleases=True)
 
 
-def _runtime_requirements() -> list[Requirement]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return [Requirement(text) for text in project["dependencies"]]
+def _requirements() -> list[Requirement]:
+    """What finetune needs, and TRL, with which the GPU check compares it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    reference = [one for one in project["dependency-groups"]["test"] if one.startswith("trl")]
+    return [Requirement(text) for text in [*project["project"]["dependencies"], *reference]]
 
 
 def _installed_requires(python: str) -> Requires:

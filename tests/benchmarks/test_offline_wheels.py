@@ -45,7 +45,7 @@ def test_every_runtime_requirement_is_pinned_and_installed_here() -> None:
     if constraints["transformers"] != importlib.metadata.version("transformers"):
         pytest.skip("other versions are installed, which require other packages")
     found = offline_wheels.carried(
-        offline_wheels._runtime_requirements(), {}, constraints, offline_wheels._installed_requires("3.12")
+        offline_wheels._requirements(), {}, constraints, offline_wheels._installed_requires("3.12")
     )
     assert {"bitsandbytes", "numpy", "peft", "pydantic-core", "transformers", "trl"} <= set(found)
     assert not {"torch", "pytest", "finetune"} & set(found)
