@@ -135,6 +135,7 @@ notebooks: $(DEV) ## Execute the notebooks.
 	$(BIN)/python -m pytest -m "" tests/test_notebooks.py
 
 bench: $(DEV) ## Run the CPU benchmarks and write benchmarks/results/ (an hour).
+	$(BIN)/python benchmarks/installing.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/log_probs.py
 	$(BIN)/python benchmarks/int8_cpu.py

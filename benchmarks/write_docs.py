@@ -276,6 +276,15 @@ def _between(name: str, first: str, last: str) -> list[str]:
     return lines[start : end + 1]
 
 
+def _installing() -> str:
+    def cell(one: Any) -> str:
+        return f"{one['seconds']:.0f} ({one['cpu_seconds']:.0f})"
+
+    found = result("installing")["first_step"]
+    rows = (f"{tool} | {' | '.join(map(cell, found[tool].values()))}" for tool in ("uv", "pip"))
+    return _table(f"by | {' | '.join(found['uv'])}", rows)
+
+
 def _first_minutes() -> str:
     """Twelve lines from a table of questions to an answer."""
     return _excerpt(
@@ -447,6 +456,7 @@ def _evidence() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     **{f"figures-{section}": functools.partial(_figures, section) for section in FIGURES},
     "first-minutes": _first_minutes,
+    "installing": _installing,
     "llama7b-plan": _llama7b_plan,
     "data-look": _data_look,
     "own-loss": _own_loss,
