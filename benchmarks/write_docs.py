@@ -370,6 +370,14 @@ def _batching() -> str:
     return _table(heads, (row(name, padding) for name, padding in found["padding"].items()))
 
 
+def _start_up() -> str:
+    rows = (
+        f"`{name.removeprefix('finetune ')}` | {one['ratio']:.2f}"
+        for name, one in result("start_up")["commands"].items()
+    )
+    return _table("command | CPU seconds over `import torch`", rows)
+
+
 def _kill_table() -> str:
     keys = ("kills", "resumes", "runs_that_could_not_resume", "runs_that_ended_with_other_weights", "steps_lost_max")
     return _table(
@@ -465,6 +473,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "beside-trl": _beside_trl,
     "beside-defaults": _beside_defaults,
     "batching": _batching,
+    "start-up": _start_up,
     "kills": _kill_table,
     "long-rows": _long_rows,
     "served": _served,
