@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,6 +67,14 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
         assert list(rows) != order(LONG_TAILED, epoch=4, group=group)
         assert list(rows) != order(LONG_TAILED, epoch=3, seed=43, group=group)
         assert list(rows) != sorted(rows)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1000])
+def test_rows_are_shuffled_as_torch_shuffles_them(count: int) -> None:
+    for seed, epoch in [(0, 0), (42, 3), (2**40, 1)]:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        shuffled = torch.randperm(count, generator=generator).tolist()
+        assert order([1] * count, seed=seed, epoch=epoch, group=False) == shuffled
 
 
 def test_the_order_is_the_one_of_earlier_versions_so_that_their_runs_go_on() -> None:
