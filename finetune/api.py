@@ -103,8 +103,14 @@ def inspect_data(config: Config) -> DataView:
     Raises a FinetuneError for anything the user can fix; DataError also if there is nothing to learn.
     """
     from finetune.data import inspection
+    from finetune.model.source import declared
     from finetune.report.data_view import DataView
-    from finetune.resolve import resolve
+    from finetune.runtime import libraries
+
+    if declared.leaves_rows_alone(loaded(config)):
+        libraries.quiet()
+        return DataView(inspection.inspect_data(config, None))
+    from finetune.resolve import resolve  # imports torch
 
     job = resolve(config, until="base")
     return DataView(inspection.inspect_data(job.config, job.architecture))

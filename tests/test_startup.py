@@ -157,6 +157,17 @@ def test_a_command_without_a_model_imports_no_libraries(tmp_path: Path) -> None:
     assert list(zip([arguments for _, arguments in WITHOUT_A_MODEL], ends, strict=True)) == expected
 
 
+def test_a_look_at_rows_of_text_imports_neither_torch_nor_what_makes_a_model(tmp_path: Path, rows_file: Path) -> None:
+    page = str(tmp_path / "look.html")
+    looks = [[], ["data.packing=true", "--json"], ["--html", page], [f"data.train={rows_file}", "data.eval_share=0.2"]]
+    arguments = json.dumps([["data", str(TINY), *look] for look in looks])
+    ended = subprocess.run(
+        [sys.executable, "-c", ONE_BY_ONE, arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    ends = [json.loads(line.removeprefix("ended ")) for line in ended.stderr.splitlines() if line.startswith("ended ")]
+    assert ends == [[0, ["numpy", "transformers"]]] * len(looks)
+
+
 def test_a_config_from_python_is_checked_without_the_libraries_of_a_model() -> None:
     code = f"""
 import finetune, sys

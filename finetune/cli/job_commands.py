@@ -16,6 +16,7 @@ from finetune.cli.output import (
     give_page,
     importing,
     new_terminal,
+    note,
     note_rows,
     print_json,
     read_or_not,
@@ -24,7 +25,9 @@ from finetune.cli.output import (
 from finetune.cli.program import command, refusing
 from finetune.config import located
 from finetune.errors import ConfigError, OutOfMemoryError
+from finetune.model.source import declared
 from finetune.runtime import libraries
+from finetune.runtime.stages import stage
 from finetune.storage.files import check_place
 
 if TYPE_CHECKING:
@@ -60,12 +63,13 @@ def data(
 ) -> None:
     """Show the data as the model sees it. What is trained, and what is padding; no GPU or weights needed."""
     asked = finetune.load_config(config, overrides or [])
-    with importing(f"data of {config}", ", then tokenizing the rows"):
-        from finetune.data import inspection
-        from finetune.report.data_view import DataView
-        from finetune.resolve import resolve
-    job = resolve(asked, until="base")
-    give_page(DataView(inspection.inspect_data(job.config, job.architecture)), as_json, page)
+    doing = f"data of {config}"
+    if declared.leaves_rows_alone(asked):
+        stage(f"{doing}: tokenizing the rows")
+    else:
+        with importing(doing, ", then tokenizing the rows"):
+            from finetune import resolve  # noqa: F401
+    give_page(finetune.inspect_data(asked), as_json, page)
 
 
 @command
@@ -132,9 +136,9 @@ def _plan_training(
         note_rows(asked.data)
         said = planned.why_quantized or asked.output.serve  # already said in the header
         if (kind := planned.config.quantization.kind) != asked.quantization.kind and not said:
-            new_terminal().note(f"quantization.kind: {kind}, the form that `{asked.model.name}` is published in")
+            note(f"quantization.kind: {kind}, the form that `{asked.model.name}` is published in")
         if rounding := rounded_run.planned_bytes(planned.config, view.forecast.device.type):
-            new_terminal().note(f"rounding with the training rows, apart from training, takes {amount(rounding)}")
+            note(f"rounding with the training rows, apart from training, takes {amount(rounding)}")
     if picture:
         view.draw(picture)
         wrote(picture, as_json)

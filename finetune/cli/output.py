@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
-from finetune.report.visible import visible
+from finetune.report.visible import LINES, visible
 from finetune.runtime import libraries
 from finetune.runtime.stages import stage
 
@@ -52,7 +52,18 @@ def give(view: View, as_json: bool) -> None:
     if as_json:
         print_json(view.as_dict())
     else:
-        new_terminal().show(view)
+        from rich.console import Console
+
+        view.show(Console())
+
+
+def note(text: str) -> None:
+    """Print a note, as a terminal does, whose module imports what a run needs."""
+    from rich.console import Console
+
+    from finetune.report import printing
+
+    printing.say(Console(), text, "yellow", keep=LINES)
 
 
 def give_page(view: PageView, as_json: bool, page: Path | None) -> None:
@@ -98,9 +109,9 @@ def note_rows(section: DataSection) -> None:
     from finetune.report import words
 
     if splits := words.splits(sources.split_uses(section, fetch=False)):
-        new_terminal().note(splits)
+        note(splits)
     for why in sources.missing(section.train):
-        new_terminal().note(f"{why}; without it every row counts as `data.max_length` long")
+        note(f"{why}; without it every row counts as `data.max_length` long")
 
 
 def print_json(value: Any) -> None:

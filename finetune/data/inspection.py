@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from finetune.config import Config, DataSection, TrainingSection
 from finetune.data import chat, fingerprint, formats, images, sources
@@ -22,11 +22,13 @@ from finetune.data.examples import RowError
 from finetune.data.media import TEXT_ALONE, Media
 from finetune.data.prepare import Prepared, media_of, prepare
 from finetune.data.splits import SplitUse
-from finetune.data.vision import Vision
 from finetune.errors import ArtifactError
 from finetune.model.source import chat_template as template
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.storage.records import DataFacts, Sample, SampleImage, SplitFacts, TokenText
+
+if TYPE_CHECKING:  # imports torch, which rows of text do not need
+    from finetune.data.vision import Vision
 
 # Sample rows shown with their mask: enough to notice a wrong one.
 _SHOWN_ROWS = 3
@@ -229,11 +231,11 @@ def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tup
                 segment = Segment(segment.input_ids, [IGNORE] * len(segment.labels))
             where = f"{place}, {name}" if name else place
             sample = _sample(where, segment, tokenizer, most, prepared.media)
-            if isinstance(prepared.media, Vision) and (shown := row.get(MEDIA)):
+            if (vision := _vision(prepared.media)) and (shown := row.get(MEDIA)):
                 first = tuple(
                     SampleImage(
                         Path(image["path"]).name or "an image", image["height"], image["width"],
-                        prepared.media.count(image["height"], image["width"]),
+                        vision.count(image["height"], image["width"]),
                         base64.b64encode(images.thumbnail(image)).decode(),
                     )
                     for image in shown[:_SHOWN_IMAGES]
@@ -315,15 +317,22 @@ def _chosen(training: TrainingSection) -> TrainingSection:
 
 def _sample(location: str, segment: Segment, tokenizer: Any, most: int | None, media: Media = TEXT_ALONE) -> Sample:
     ids, labels = segment.input_ids, segment.labels
-    of_images = media.image_tokens if isinstance(media, Vision) else ()
+    vision = _vision(media)
+    of_images = vision.image_tokens if vision else ()
     # Only the first token of each image is shown: they are all the same.
     kept = [at for at, token in enumerate(ids) if token not in of_images or at == 0 or ids[at - 1] != token][:most]
     trained = [at > 0 and labels[at] != IGNORE for at in kept]
     pieces = _pieces([ids[at] for at in kept], trained, tokenizer)
-    if isinstance(media, Vision):
+    if vision:
         runs = iter([len(list(run)) for token, run in groupby(ids) if token in of_images])
-        pieces = [replace(one, text=f"{one.text} x {next(runs)}") if one.text == media.token else one for one in pieces]
+        pieces = [
+            replace(one, text=f"{one.text} x {next(runs)}") if one.text == vision.token else one for one in pieces
+        ]
     return Sample(location, len(ids), segment.trained, tuple(pieces))
+
+
+def _vision(media: Media) -> Vision | None:
+    return cast("Vision", media) if media else None
 
 
 def _pieces(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> list[TokenText]:

@@ -20,8 +20,6 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
     A catalog model with random weights uses the built-in tokenizer: its ids are valid in any larger vocabulary. EOS is
     the pad token if none is set; labels and attention mask do not depend on its id.
     """
-    from transformers import AutoTokenizer
-
     name = section.tokenizer or section.name
     if section.weights == "random" and section.tokenizer is None and catalog.find(section.name):
         name = BUILTIN_BASE
@@ -36,9 +34,8 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
         )
     revision = section.revision if own else None
     code = pinned_code(section) if own else {"trust_remote_code": False}
-    tokenizer = hub_call(
-        f"the tokenizer of `{name}`", lambda: AutoTokenizer.from_pretrained(located, revision=revision, **code)
-    )
+    kind = _class_of(name)
+    tokenizer = hub_call(f"the tokenizer of `{name}`", lambda: kind.from_pretrained(located, revision=revision, **code))
     if tokenizer.eos_token_id is None:
         raise ArtifactError(f"the tokenizer of `{name}` has no end-of-text token; set `eos_token` in its config")
     if tokenizer.pad_token_id is None:
@@ -59,6 +56,20 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
     if tokenizer.add_tokens(data.new_tokens) != len(data.new_tokens):
         raise ConfigError("`data.new_tokens`: the tokenizer takes some of them for one token; remove duplicates")
     return tokenizer
+
+
+def _class_of(name: str) -> Any:
+    """The class that loads the tokenizer of this name.
+
+    The built-in one's is known; `AutoTokenizer` imports torch, with the config of the base, to choose one.
+    """
+    if name == BUILTIN_BASE:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def processor_settings(section: ModelSection) -> Mapping[str, Any]:
