@@ -168,6 +168,18 @@ def test_a_look_at_rows_of_text_imports_neither_torch_nor_what_makes_a_model(tmp
     assert ends == [[0, ["numpy", "transformers"]]] * len(looks)
 
 
+def test_the_doctor_of_a_machine_imports_torch_and_what_it_checks(tmp_path: Path) -> None:
+    code = """
+from finetune.extras.doctor import machine
+import sys
+machine.examine()
+assert {"torch", "bitsandbytes"} <= sys.modules.keys()
+needless = {"peft", "datasets", "accelerate", "matplotlib", "torch._dynamo", "transformers.configuration_utils"}
+assert needless.isdisjoint(sys.modules), needless & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
 def test_a_config_from_python_is_checked_without_the_libraries_of_a_model() -> None:
     code = f"""
 import finetune, sys

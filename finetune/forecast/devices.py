@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import re
 import timeit
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import psutil
 import torch
@@ -23,7 +21,7 @@ from finetune.forecast.gpus import Rates
 from finetune.forecast.operator_costs import DeviceOperators
 from finetune.model import precision
 from finetune.model.precision import Arithmetic
-from finetune.runtime import driver, libraries, patches, segments
+from finetune.runtime import control_groups, driver, libraries, patches, segments
 from finetune.training import probe_table
 
 
@@ -256,7 +254,7 @@ def _cpu(budget: int | None) -> Device:
         importlib.import_module("peft")
     libraries.return_freed_memory()  # as loading the base does; measuring the rates leaves up to 60 MiB
     held = psutil.Process().memory_info().rss
-    available = min(psutil.virtual_memory().available, left_by_control_groups()) + held
+    available = min(psutil.virtual_memory().available, control_groups.left_bytes()) + held
     return Device(
         type="cpu",
         name="CPU",
@@ -265,30 +263,6 @@ def _cpu(budget: int | None) -> Device:
         rates=rates,
         software=Software(kernels_off=probe_table.off_on(torch.device("cpu"))),
     )
-
-
-def left_by_control_groups(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes that a container or a batch system still lets this process take; infinity without a limit.
-
-    In control groups of version 2, every group above sets a limit too, and the page cache can be reclaimed
-    (kernel documentation, admin-guide/cgroup-v2, `memory.max`, `memory.current`, `memory.stat`).
-    """
-
-    def left_by(group: Path) -> float:
-        try:
-            limit = int((group / "memory.max").read_text())
-            taken = int((group / "memory.current").read_text())
-            parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            return math.inf  # no limit: the word "max", or no such file
-        return limit - taken + int(parts["inactive_file"])
-
-    try:
-        own = next(line[4:] for line in process.read_text().splitlines() if line.startswith("0::/"))
-    except (OSError, StopIteration):
-        return math.inf
-    group = root / own
-    return min(left_by(folder) for folder in (group, *group.parents) if folder.is_relative_to(root))
 
 
 @cache

@@ -87,21 +87,25 @@ def importing() -> Iterator[None]:
     For a process of the command line: the million objects that exist at the end of the block, nearly all of which live
     as long as the process, are excluded from later collections.
     """
-    import torch
-
     collecting = gc.isenabled()
     gc.disable()
     try:
         # bitsandbytes first, because torch searches all loaded modules for the source of each operator it registers.
-        with patches.COMPILE.by(_compiling_later(torch.compile)):
-            import bitsandbytes  # noqa: F401
-
+        import_bitsandbytes()
         with models_listed_once(), patches.SCIPY.by(lambda: False):
             yield
         gc.freeze()
     finally:
         if collecting:
             gc.enable()
+
+
+def import_bitsandbytes() -> None:
+    """Import bitsandbytes and torch, without the compiler that it needs for few kernels."""
+    import torch
+
+    with patches.COMPILE.by(_compiling_later(torch.compile)):
+        import bitsandbytes  # noqa: F401
 
 
 def _compiling_later(compiling: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,8 +13,6 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object, reduce
 from torch.distributed import DistError, PrefixStore, Store, rendezvous
 
 from finetune import errors
@@ -172,6 +170,9 @@ def together(device: torch.device) -> Iterator[None]:
     if world_size() == 1:
         yield
         return
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+
     store = _start(None)
     try:
         group = {"store": store, "rank": rank(), "world_size": world_size(), "timeout": _TIMEOUT}
@@ -231,6 +232,8 @@ def main_does(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 only and return its result on all ranks; all raise what it raises."""
     if world_size() == 1:
         return work()
+    from accelerate.utils import broadcast_object_list
+
     advance()
     done: tuple[T | None, Exception | None] | None = None
     if is_main():
@@ -248,6 +251,8 @@ def gathered(value: T) -> list[T]:
     """The values of all ranks, in rank order."""
     if world_size() == 1:
         return [value]
+    from accelerate.utils import gather_object
+
     advance()
     return gather_object([value])
 
@@ -256,6 +261,8 @@ def summed(values: torch.Tensor) -> torch.Tensor:
     """The sum over all ranks, on the device."""
     if world_size() == 1:
         return values
+    from accelerate.utils import reduce
+
     advance()
     return reduce(values, "sum")
 
@@ -285,4 +292,6 @@ def leave() -> None:
     if world_size() > 1:
         if _watch:
             _watch.leave()
+        from accelerate import PartialState
+
         PartialState().destroy_process_group()

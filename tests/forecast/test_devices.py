@@ -19,6 +19,7 @@ from finetune.config import MemorySection
 from finetune.errors import ConfigError, MachineError, OutOfMemoryError
 from finetune.forecast import devices as device
 from finetune.forecast import gpus, operator_costs
+from finetune.runtime import control_groups
 
 NONE = MemorySection()
 
@@ -136,7 +137,7 @@ def test_a_control_group_and_those_above_it_lower_what_a_cpu_has(tmp_path: Path)
 
     process = tmp_path / "cgroup"
     process.write_text("4:memory:/old\n0::/batch/job\n")
-    left = functools.partial(device.left_by_control_groups, process, tmp_path)
+    left = functools.partial(control_groups.left_bytes, process, tmp_path)
     assert left() == math.inf, "no such folder"
     group(tmp_path / "batch", "max", 100, 0)
     group(tmp_path / "batch" / "job", "1000", 400, 50)

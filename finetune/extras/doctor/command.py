@@ -33,14 +33,17 @@ def doctor(
     Of a model it reads config.json alone, makes a small copy with random weights, and tries all that is done with one.
     """
     stage(f"doctor of {about or 'this machine'}: importing the libraries")
-    from finetune.extras.doctor import machine, model_check
-    from finetune.extras.doctor import run_check as run_directory
-
     if not about:
+        from finetune.extras.doctor import machine
+
         examination = machine.examine()
-    elif model_check.is_model(about):
-        examination = model_check.examine(about, lambda tries: stage(f"doctor of {about}: {tries}"))
     else:
-        examination = run_directory.examine(Path(about))
+        from finetune.extras.doctor import model_check
+        from finetune.extras.doctor import run_check as run_directory
+
+        if model_check.is_model(about):
+            examination = model_check.examine(about, lambda tries: stage(f"doctor of {about}: {tries}"))
+        else:
+            examination = run_directory.examine(Path(about))
     give(examination, as_json)
     sys.exit(examination.exit_code)

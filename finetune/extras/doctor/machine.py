@@ -14,17 +14,15 @@ from pathlib import Path
 
 import psutil
 import torch
-from transformers import PreTrainedConfig
 
 from finetune.config import OptimizerSection
 from finetune.errors import MachineError
 from finetune.extras.doctor.findings import Examination, Finding
-from finetune.forecast import devices
 from finetune.model import precision
 from finetune.model.attention import backends
 from finetune.model.probes import marker
 from finetune.report import words
-from finetune.runtime import driver, libraries
+from finetune.runtime import control_groups, driver, libraries
 from finetune.storage.private import data_cache
 from finetune.training import optimizers
 
@@ -34,7 +32,6 @@ _LITTLE_DISK = 16 * 2**30
 
 def examine() -> Examination:
     """Check versions, devices, memory and disks, and what a job would choose on this machine."""
-    libraries.quiet()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Examination(
         [
@@ -108,7 +105,7 @@ def _memory_and_disks() -> Iterator[Finding]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     memory = psutil.virtual_memory()
-    left = devices.left_by_control_groups()
+    left = control_groups.left_bytes()
     state = f"{words.size(memory.available)} of {words.size(memory.total)} free"
     if left < memory.available:
         state += f", of which this container or batch job may use {words.size(int(left))}"
@@ -130,7 +127,7 @@ def _memory_and_disks() -> Iterator[Finding]:
 def _choices(device: str) -> Iterator[Finding]:
     """What a job with the default settings chooses here."""
     # For an ordinary model; one that caps its logits (Gemma 2) gets eager attention.
-    chosen, reason = backends.choose("auto", PreTrainedConfig(), device, _precision(torch.device(device)))
+    chosen, reason = backends.choose("auto", None, device, _precision(torch.device(device)))
     yield Finding("attention", "ok", f"{chosen} ({reason})")
     managed = device == "cuda" and driver.shares_managed_memory(torch.cuda.current_device())
     name, replaced = optimizers.choose(OptimizerSection(), device, managed_memory=managed)
@@ -146,6 +143,7 @@ def _bitsandbytes(device: str) -> Finding:
     """Check the native library, which quantized bases and 8-bit optimizers need."""
     about, built = "bitsandbytes library", f"install a bitsandbytes built for CUDA {torch.version.cuda}"
     try:
+        libraries.import_bitsandbytes()
         from bitsandbytes.cextension import lib
     except Exception as error:  # a broken installation may raise anything
         return Finding(about, "error", f"cannot be imported: {error}", "install bitsandbytes again")

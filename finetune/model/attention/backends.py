@@ -34,9 +34,9 @@ def choose(
 ) -> tuple[str, str]:
     """The transformers implementation for `name` ("auto" or a key of ATTENTIONS), and the reason in one clause.
 
-    `packed` selects its variant for packed rows, and `longest`, the tokens of the longest row, that for rows longer
-    than a layer's window. Raises MachineError if the named implementation cannot be used with this model on this
-    device.
+    A `config` of None stands for an ordinary model. `packed` selects its variant for packed rows, and `longest`, the
+    tokens of the longest row, that for rows longer than a layer's window. Raises MachineError if the named
+    implementation cannot be used with this model on this device.
     """
     if name != "auto":
         reason = "as configured"
@@ -82,12 +82,14 @@ def of_parts(implementation: str, config: Any) -> str | dict[str, str]:
 def _for_rows(
     implementation: str, config: Any, precision: str, capability: tuple[int, int] | None, packed: bool, longest: int
 ) -> str:
-    from finetune.model.attention import packing  # imports torch, which checking a config does not need
+    if not packed and not longest:
+        return implementation
+    from finetune.model.attention import packing  # imports what computes masks, which checking a config does not need
 
     varlen = capability is not None and has_flash(precision, capability)
     if packed:
         return packing.variant(implementation, config, varlen=varlen)
-    return packing.windowed(implementation, config, longest, varlen=varlen) if longest else implementation
+    return packing.windowed(implementation, config, longest, varlen=varlen)
 
 
 def _capability() -> tuple[int, int]:
@@ -99,12 +101,12 @@ def _capability() -> tuple[int, int]:
 def _flash(
     config: Any, device: str, precision: str, *, version: int, package: str, capability: tuple[int, int]
 ) -> str | None:
+    if device != "cuda":
+        return "it needs a CUDA device"
     from transformers import utils
 
     from finetune.model.precision import PRECISIONS
 
-    if device != "cuda":
-        return "it needs a CUDA device"
     if not PRECISIONS[precision].autocasts:
         return "it computes in 16 bit, but `training.precision` is fp32"
     if _capability() < capability:
@@ -121,7 +123,7 @@ def has_flash(precision: str, capability: tuple[int, int] | None) -> bool:
 
 
 def _sdpa(config: Any, device: str, precision: str) -> str | None:
-    if any(cap is not None for cap in catalog.values(config, "attn_logit_softcapping")):
+    if config is not None and any(cap is not None for cap in catalog.values(config, "attn_logit_softcapping")):
         return "this model caps attention logits, which SDPA does not support"
     return None if _supports(config, "_supports_sdpa") else "this model has no SDPA in transformers"
 
@@ -152,8 +154,8 @@ def shares_keys(config: Any) -> bool:
 
 
 def _supports(config: Any, attribute: str) -> bool:
-    """Whether the model's class in transformers claims support; True for a model with its own code."""
-    model_class = catalog.model_class(config)
+    """Whether the model's class in transformers claims support; True for a model with its own code, and for any."""
+    model_class = None if config is None else catalog.model_class(config)
     return model_class is None or catalog.says(model_class, attribute)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from finetune.errors import MachineError, first_line
-from finetune.model.distributed.placement import release_gathered
 from finetune.runtime import ranks
 
 TOKENS = 16
@@ -67,6 +66,8 @@ def _in_mode(model: Any, *, training: bool) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+        from finetune.model.distributed.placement import release_gathered  # imports torch's sharding
+
         release_gathered(model)
 
 
