@@ -59,7 +59,7 @@ class FinishedRun:
         def load() -> Any:
             code = pinned_code(section)
             if section.trust_remote_code:
-                # transformers 5.23 loads a class without a repository prefix from the folder itself, and runs the
+                # transformers 5.24 loads a class without a repository prefix from the folder itself, and runs the
                 # folder's `custom_generate/generate.py` when it reads the generation config; neither is the pinned
                 # code.
                 code["config"] = architecture = load_architecture(section)

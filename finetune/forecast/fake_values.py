@@ -20,7 +20,7 @@ from finetune.forecast import operators
 
 _aten = torch.ops.aten
 # How transformers asks whether nothing is padded, or whether rows are not packed: `mask.all()`, or `mask.sum() ==
-# mask.numel()` (transformers 5.23, masking_utils).
+# mask.numel()` (transformers 5.24, masking_utils).
 _ALL = ("aten::all", "aten::eq.Scalar")
 # Elements of a tensor: no program reads a larger one, such as a mask (rows, 1, tokens, tokens).
 _MOST = 2**20

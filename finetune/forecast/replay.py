@@ -119,7 +119,7 @@ class Replay:
         loaded = next(number for number, stretch in enumerate(self._trace.stretches) if stretch.phase != "load")
         if from_files and self._allocator:
             # transformers' warm-up is a block as large as the base, freed at once: the weights are then allocated from
-            # its segment (transformers 5.23, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`; its
+            # its segment (transformers 5.24, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`; its
             # ceiling, 1.2 GiB less than the card has, is left out).
             self._allocator.free(self._allocator.allocate(sum(self.sizes("base_weights"))))
         self.play(self._trace.stretches[:loaded])

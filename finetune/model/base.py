@@ -108,7 +108,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _refuse_kernels(architecture: Any, name: str) -> None:
-    """Raise ArtifactError for a config.json that names a compiled kernel on the hub, which transformers 5.23 would
+    """Raise ArtifactError for a config.json that names a compiled kernel on the hub, which transformers 5.24 would
     download and run if the package `kernels` is installed (`hub_kernels.is_kernel`).
     """
     for part in (architecture, *(getattr(architecture, key, None) for key in architecture.sub_configs)):
@@ -216,7 +216,7 @@ def from_safetensors(name: str, *, whole: bool = False, **arguments: Any) -> Any
         identity.refuse_parts_of_checkpoint(Path(name))
     # Each file is checked after transformers has located it (locally or in the hub's cache) and before it is read.
     # `use_safetensors` is not enough: an index may name pickles or other folders, and config.json may name an
-    # `adapter_model.bin` (transformers 5.23, `_get_resolved_checkpoint_files`, `get_checkpoint_shard_files`).
+    # `adapter_model.bin` (transformers 5.24, `_get_resolved_checkpoint_files`, `get_checkpoint_shard_files`).
     find = patches.CHECKPOINT_FILES.value
 
     def find_and_check(*positional: Any, **named: Any) -> Any:

@@ -64,7 +64,7 @@ def make_buffers(model: Any, device: torch.device) -> Any:
         if buffers:
             initialise(owner[module], module)
         # A probe on the meta device left the frequencies of rows beyond the original context, which are no buffer
-        # (transformers 5.23, `longrope_frequency_update`); without them, they are computed again.
+        # (transformers 5.24, `longrope_frequency_update`); without them, they are computed again.
         for name in [name for name in vars(module) if name.endswith("long_inv_freq")]:
             delattr(module, name)
     for inner in reversed(models):  # as in `random_base`
@@ -176,7 +176,7 @@ def _made(architecture: Any, **arguments: Any) -> Any:
 def give_layers(model: Any) -> None:
     """Make `model.base_model` the model without its head if the class names an attribute for it that does not exist.
 
-    transformers 5.23 does so for Llama 4 and Mllama, to load them from the files of the composite models that they are
+    transformers 5.24 does so for Llama 4 and Mllama, to load them from the files of the composite models that they are
     part of.
     """
     from transformers import PreTrainedModel
@@ -191,7 +191,7 @@ def _cast_as_loaded(model: Any, dtype: torch.dtype) -> None:
 
     bitsandbytes' layers are created in float32, and a weight is dequantized to the dtype it was quantized from
     (bitsandbytes 0.50, `QuantState.dtype`). Unquantized weights that the model names as too sensitive for `dtype` are
-    in float32; a name is a part of the weight's (transformers 5.23, `_get_dtype_plan` and `build_glob_alternation`).
+    in float32; a name is a part of the weight's (transformers 5.24, `_get_dtype_plan` and `build_glob_alternation`).
     """
     import bitsandbytes as bnb
 

@@ -23,7 +23,7 @@ from finetune.errors import MachineError, first_line
 from finetune.runtime import patches
 
 _SILENCED_WARNINGS = (
-    # peft 0.21 and trl 1.16 still use names that transformers 5.23 deprecates.
+    # peft 0.21 and trl 1.16 still use names that transformers 5.24 deprecates.
     r"`is_gradient_checkpointing` is deprecated",
     r"`gradient_checkpointing` is deprecated",
     # PEFT's own conversion of PiSSA cannot scale several ranks with rsLoRA; model.adapters.peft_format has another one.

@@ -5,7 +5,7 @@ The learning rate of step i of n (from 1), w of which are warm-up, is the peak t
     i / w                          for i <= w: 1/w at the first step, 1 at step w
     curve(i - 1 - w, n - w, w)     after that: 1 at the first step, and not yet 0 at the last one (i = n)
 
-so every step trains. After warm-up the curves are those of transformers 5.23 (`transformers.optimization`), whose own
+so every step trains. After warm-up the curves are those of transformers 5.24 (`transformers.optimization`), whose own
 warm-up starts at 0 and so wastes the first step. A skipped update does not count as a step here.
 """
 

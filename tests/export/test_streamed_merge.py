@@ -149,7 +149,7 @@ def write_adapter(config: Config, folder: Path) -> None:
 
 
 def _transposed(config: Config) -> bool:
-    """Whether dequantizing a model does not give back its layers (transformers 5.23: linear ones for GPT-2's)."""
+    """Whether dequantizing a model does not give back its layers (transformers 5.24: linear ones for GPT-2's)."""
     return load_architecture(config.model).model_type == "gpt2"
 
 

@@ -110,7 +110,7 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             tensors[name] = weight.mul(1000).to(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = torch.rand(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128)) / 1000
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    if values:  # transformers 5.23 reads no files in NVFP4
+    if values:  # transformers 5.24 reads no files in NVFP4
         shutil.copytree(folder, folder / "values")
         plain = {name: weight.float() for name, weight in tensors.items() if weight.dtype is torch.bfloat16}
         save_file(plain | values, folder / "values" / "model.safetensors", {"format": "pt"})
@@ -131,7 +131,7 @@ def plain(form: str, folder: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=config, dtype=torch.float32, attn_implementation="eager"
     )
-    return model.float()  # transformers 5.23 leaves in bfloat16 what is not packed
+    return model.float()  # transformers 5.24 leaves in bfloat16 what is not packed
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def split(model: Any, group: ProcessGroup | None) -> Iterator[None]:
 def _balancing_loss(
     group: ProcessGroup, router_logits: tuple[Tensor, ...], experts: int, chosen: int, mask: Tensor | None
 ) -> Tensor:
-    """The loss of arXiv 2101.03961, equations 4 to 6, for `chosen` of `experts`, as transformers 5.23 computes it.
+    """The loss of arXiv 2101.03961, equations 4 to 6, for `chosen` of `experts`, as transformers 5.24 computes it.
 
     `router_logits`: of each layer (tokens, experts); `mask` (rows, tokens per row). A loss of each slice would not do:
     it is a product of means.

@@ -3,7 +3,7 @@
 Rows are padded on the right. If no token attends to a later one, no real token attends to padding, and a padding mask
 changes neither loss nor gradient. It would still have a cost: with a mask, scaled_dot_product_attention cannot use its
 flash kernel, computes the upper half of the scores too, and needs keys and values repeated for each query head
-(transformers 5.23, `use_gqa_in_sdpa`).
+(transformers 5.24, `use_gqa_in_sdpa`).
 """
 
 from __future__ import annotations

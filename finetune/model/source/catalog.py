@@ -124,7 +124,7 @@ def text_code(config: Any) -> Mapping[str, Any] | None:
 def values(config: Any, name: str) -> list[Any]:
     """The attribute `name` of the text model's config, for each layer if layers differ, else once; None if missing.
 
-    transformers 5.23 raises an error if an attribute in which layers differ, such as Gemma 4's `head_dim`, is read for
+    transformers 5.24 raises an error if an attribute in which layers differ, such as Gemma 4's `head_dim`, is read for
     all of them.
     """
     text = config.get_text_config()
@@ -147,7 +147,7 @@ def nearest(name: str, limit: int = 3) -> list[str]:
 
 def attention_of(config: Any) -> str:
     """The name, in transformers, of the attention of a model with this config."""
-    name: str = config._attn_implementation  # noqa: SLF001 -- transformers 5.23 has no public name for it
+    name: str = config._attn_implementation  # noqa: SLF001 -- transformers 5.24 has no public name for it
     return name
 
 

@@ -24,7 +24,7 @@ _WHOLE = "sha256:"
 _LARGE_BYTES = 4 * 2**30
 _INDEX = SUFFIX + ".index.json"
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
-# transformers 5.23 (`distributed.checkpoint.is_sharded_checkpoint`) takes a folder with such a file for a checkpoint of
+# transformers 5.24 (`distributed.checkpoint.is_sharded_checkpoint`) takes a folder with such a file for a checkpoint of
 # several ranks, and reads every safetensors file in it, whatever model.safetensors and the index say.
 _PART_OF_CHECKPOINT = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
@@ -157,7 +157,7 @@ def _parts_of_checkpoint(folder: Path) -> list[Path]:
 
 
 def loaded_files(folder: Path) -> list[Path]:
-    """The weight files that transformers 5.23 loads from `folder` (`_get_resolved_checkpoint_files`), sorted by name.
+    """The weight files that transformers 5.24 loads from `folder` (`_get_resolved_checkpoint_files`), sorted by name.
 
     The folder may contain others, such as the same weights in another format. Empty if one is missing or is not in a
     supported format.
@@ -198,7 +198,7 @@ def _loaded(folder: Path) -> Path | None:
 
 
 def _check_index(index: Path) -> None:
-    """Raise ArtifactError for an index that transformers 5.23 cannot read (`get_checkpoint_shard_files`)."""
+    """Raise ArtifactError for an index that transformers 5.24 cannot read (`get_checkpoint_shard_files`)."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

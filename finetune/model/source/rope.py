@@ -44,7 +44,7 @@ def scaled(architecture: Any, section: ModelSection) -> Any:
 def forget_longer_batches(model: Any) -> None:
     """Let the frequencies of a `dynamic` embedding depend on the longest row of a batch alone.
 
-    transformers 5.23 (`dynamic_frequency_update`) keeps those of a longer batch before, until one is shorter than the
+    transformers 5.24 (`dynamic_frequency_update`) keeps those of a longer batch before, until one is shorter than the
     original context: losses would depend on the order of batches, and a resumed run would not be the same.
     """
 

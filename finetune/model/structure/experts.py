@@ -20,7 +20,7 @@ from torch import nn
 from finetune.forms.packed import packing_of
 
 _ROUTER_CLASS = re.compile("Router|TopKGating")
-# Config attributes for the number of experts, and for how many of them a token visits (transformers 5.23).
+# Config attributes for the number of experts, and for how many of them a token visits (transformers 5.24).
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 

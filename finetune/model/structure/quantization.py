@@ -72,7 +72,7 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
     if kind.packed or published:
         given = published or {"quant_method": section.kind}
         form = given["quant_method"]
-        # Arguments passed to transformers 5.23 replace what config.json says, even with None.
+        # Arguments passed to transformers 5.24 replace what config.json says, even with None.
         kept = given.get("modules_to_not_convert")
         config = config_class(form)
         config = functools.partial(config, quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
