@@ -218,7 +218,7 @@ assert "finetune.extras.zero.engine" not in sys.modules
 
 # Pictures, trackers, other trainers; compilers and our kernels, of which a run here needs none, and a forecast shapes.
 UNNEEDED = {
-    "matplotlib", "sklearn", "torchvision", "tensorboard", "IPython", "transformers.pipelines",
+    "matplotlib", "sklearn", "tensorboard", "IPython", "transformers.pipelines",
     "torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen",
     "finetune.kernels.triton_kernels", "finetune.kernels.decoding_kernels",
 }  # fmt: skip

@@ -394,13 +394,16 @@ class Unchanged:
 
 
 def _image_processor(section: ModelSection, **changed: Any) -> Any:
-    """transformers' image processor of the base. Raises MachineError where that needs a package that is not here."""
+    """transformers' image processor of the base, on Pillow: pixels are the same with torchvision and without.
+
+    Raises MachineError where it needs a package that is not here.
+    """
     from transformers import AutoImageProcessor, __version__
 
     def load() -> Any:
         try:
             return AutoImageProcessor.from_pretrained(
-                locate(section.name), revision=section.revision, trust_remote_code=False, **changed
+                locate(section.name), revision=section.revision, trust_remote_code=False, backend="pil", **changed
             )
         except ImportError as error:  # such as torchvision for Mistral 3
             raise MachineError(

@@ -15,6 +15,7 @@ from messages import refusal
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import finetune
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
@@ -82,9 +83,11 @@ _WHOLE = ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3", "llama4", "q
     ),
 )  # fmt: skip
 def test_the_exported_adapter_is_found_in_the_whole_of_a_composite_checkpoint(
-    name: str, published: str, tmp_path: Path
+    name: str, published: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By PEFT on transformers' class for all of it, to the logits, and by vLLM's rules; whatever the files' names."""
+    # transformers 5.24 reads Llama 4's images of the output of its language model, which has none.
+    monkeypatch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)
     torch.manual_seed(0)
     config = every_architecture.config(name)
     if name == "mistral3":

@@ -307,12 +307,6 @@ def test_a_mask_selects_as_many_rows_as_there_are_trained_tokens() -> None:
             assert values[torch.zeros(6, dtype=torch.long)].shape == (6, 4, 3), "other indices take what they say"
 
 
-def test_bincount_has_the_length_that_the_call_asks_for() -> None:
-    with recording(answers=Answers(uneven=False, trained_tokens=1)):
-        counts = torch.bincount(torch.zeros(2, 4, dtype=torch.long).reshape(-1), minlength=6)
-        assert (counts.shape, counts.dtype) == ((6,), torch.long)
-
-
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 

@@ -50,7 +50,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 READ = {"mistral", "mixtral", *gguf_base._TYPES.values()}
-_NO_TOKENIZER = "this version of transformers reads tokenizers of GGUF files otherwise: `model.tokenizer` names one"
 
 
 def write(name: str, folder: Path, kind: str, tokenizer: Any = None, **fields: int) -> Path:
@@ -104,8 +103,6 @@ def test_the_folder_of_a_file_is_the_model_that_it_was_written_from(name: str, w
     gguf_families.family(before.config).approximate(before)
     ids = torch.arange(20, 60)[None]
     torch.testing.assert_close(made(ids).logits, before(ids).logits, rtol=0, atol=1e-4)
-    if gguf_base._splits() is None:
-        pytest.skip(_NO_TOKENIZER)
     mine, theirs = (AutoTokenizer.from_pretrained(each) for each in (folder, tmp_path / "model"))
     texts = [*bench.texts(), "  two spaces", *(f"{special}Hi {special}[x]" for special in theirs.all_special_tokens)]
     one, other = (each(texts, add_special_tokens=False)["input_ids"] for each in (mine, theirs))
@@ -135,7 +132,6 @@ def no_space_before() -> Any:
     )
 
 
-@pytest.mark.skipif(gguf_base._splits() is None, reason=_NO_TOKENIZER)
 @pytest.mark.parametrize("made", [digits_apart, whole_words, no_space_before])
 def test_text_is_split_as_llama_cpp_splits_it(made: Callable[[], Any], tmp_path: Path) -> None:
     tokenizer = made()
