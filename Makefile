@@ -15,8 +15,10 @@ READY := .venv/.ready
 DEV := .venv/.ready-dev
 OLDEST := .venv-oldest/bin
 NEWEST := .venv-newest/bin
-# Of torch 2.11, the lowest allowed, not every mirror has a CPU build; TORCH=2.11.0 takes it.
-TORCH ?= 2.13.0
+# The torch of test-oldest and test-newest. Of 2.11, the lowest allowed, not every mirror has a CPU build.
+TORCH ?=
+# What test-newest takes in place of released transformers, where it can be had; MAIN= takes the release.
+MAIN ?= git+https://github.com/huggingface/transformers
 # uv takes the build of torch for this machine's driver, or for a CPU, from PyTorch's index. With a mirror instead:
 # make setup UV_FLAGS="--find-links FOLDER".
 UV ?= $(shell command -v uv)
@@ -31,29 +33,34 @@ help: ## Show the targets.
 setup: $(DEV) ## Create .venv and install the tested versions, with what tests and notebooks need.
 
 $(READY): constraints.txt pyproject.toml
-	$(call install,torch)
+	$(call install,torch,--editable .)
 
 $(DEV): constraints.txt pyproject.toml $(READY)
-	$(call install,torch --group dev)
+	$(call install,torch,--editable . --group dev)
 
 .venv-oldest/.ready: constraints-oldest.txt pyproject.toml
-	$(call install,torch==$(TORCH) --group test)
+	$(call install,torch==$(or $(TORCH),2.13.0),--editable . --group test)
 
 # Made anew at each call, because new versions may have come out.
 .venv-newest/.ready: FORCE
+	$(check_python)
 	rm -rf $(@D)
-	$(call install,torch==$(TORCH) --group test)
+	mkdir -p build
+	$(PYTHON) .ci/uncapped >build/uncapped.txt
+	$(call install,torch$(if $(TORCH),==$(TORCH)),--requirement build/uncapped.txt)
+	$(if $(MAIN),$(NEWEST)/python -m pip install $(MAIN) >build/main.log 2>&1 || echo 'skipped: $(MAIN) cannot be had (build/main.log)')
+	$(NEWEST)/python -m pip install --quiet --no-deps --editable .
 
 .PHONY: FORCE
 FORCE:
 
-# Install this checkout and $(1), of which the first is torch, into the environment of the target, with the versions of
-# its first prerequisite. Python compiles what a process imports; all of torch and transformers takes a minute.
+# Install $(1), which is torch, and $(2) into the environment of the target, with the versions of its first prerequisite.
+# Python compiles what a process imports; all of torch and transformers takes a minute.
 ifneq ($(UV),)
 define install
 	$(check_python)
 	$(UV) venv --quiet --allow-existing --seed --python $(PYTHON) $(@D)
-	$(UV) pip install --quiet --python $(@D) $(UV_FLAGS) $(pins) --editable . $(1)
+	$(UV) pip install --quiet --python $(@D) $(UV_FLAGS) $(pins) $(1) $(2)
 	@touch $@
 endef
 else
@@ -62,8 +69,8 @@ define install
 	@test -d $(@D) || echo 'uv is not installed: pip takes minutes where it takes seconds (pip install uv)'
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(if $(driver),,$(pip_install) --no-deps $(cpu_builds) $(firstword $(1)))
-	$(pip_install) --editable . $(1)
+	$(if $(driver),,$(pip_install) --no-deps $(cpu_builds) $(1))
+	$(pip_install) $(1) $(2)
 	@touch $@
 endef
 endif
@@ -109,8 +116,13 @@ durations: $(DEV) ## Run the tests on an idle machine and write the seconds of e
 test-oldest: .venv-oldest/.ready ## Run the quick tests with the lowest versions that pyproject.toml allows.
 	$(OLDEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not long" $(ARGS)
 
-test-newest: .venv-newest/.ready ## Run the quick tests with the newest versions that pyproject.toml allows.
-	$(NEWEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not long" $(ARGS)
+test-newest: .venv-newest/.ready ## Run the quick tests and all pinned numbers with the newest versions of all, and say what moved.
+	failed=0; \
+	$(NEWEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not long" \
+		--junitxml build/newest.xml $(ARGS) || failed=1; \
+	$(NEWEST)/python -m pytest -n 2 --dist worksteal -m "" tests/golden --junitxml build/newest-golden.xml || failed=1; \
+	$(NEWEST)/python tests/what_moved.py build/newest.xml build/newest-golden.xml | tee build/moved.md; \
+	exit $$failed
 
 house: $(DEV) ## Count what a reader or a new feature has to go through.
 	$(BIN)/python tests/test_house.py

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -37,6 +38,27 @@ def test_each_floor_is_what_the_oldest_environment_installs() -> None:
 def test_pins_serve_a_cpu_as_well_as_a_gpu(file: str) -> None:
     assert {name: version for name, version in pins(file).items() if "+" in version} == {}
     assert [name for name in pins(file) if name.startswith(("nvidia-", "cuda-"))] == []
+
+
+def test_ci_tries_each_python_that_is_named_to_users_by_targets_that_there_are() -> None:
+    pythons = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+    matrix = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["versions"]["strategy"]["matrix"]
+    assert matrix["python"] == pythons
+    local = re.findall(r"for version in (.+);", (ROOT / ".ci/versions").read_text())
+    assert local == [" ".join(pythons[1:])]
+    workflows = "".join(file.read_text() for file in (ROOT / ".github/workflows").glob("*.yml"))
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"run: (test-\w+)", workflows)) <= {*targets}
+    assert {each["versions"] for each in matrix["include"]} == {*matrix["versions"]}
+
+
+def test_without_ceilings_each_floor_stays() -> None:
+    printed = subprocess.run([sys.executable, ROOT / ".ci/uncapped"], check=True, capture_output=True, text=True).stdout
+    floors = {canonicalize_name(one.name): one.specifier for one in map(Requirement, printed.splitlines())}
+    assert {name: str(floors[name]) for name in NEEDED} == {
+        name: ",".join(str(each) for each in wanted if each.operator == ">=") for name, wanted in NEEDED.items()
+    }
 
 
 def test_the_tested_versions_lie_in_the_ranges() -> None:
