@@ -167,7 +167,7 @@ FOREACH_CLIPPING = Patch(
 STORAGE_RESIZE = Patch(
     "torch:UntypedStorage.resize_",
     "torch 2.15",
-    "built in",
+    ("built in", "(self, object, /)"),  # Python 3.13 reads the second
     "FSDP2 allocates gathered weights by resizing storages, which a dispatch mode does not see.",
     "resizing a storage is an operator.",
 )

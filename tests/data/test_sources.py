@@ -270,7 +270,7 @@ def test_a_file_of_unknown_kind_is_refused_with_the_known_kinds(tmp_path: Path, 
 def test_a_path_that_no_file_can_have_is_a_data_error(tmp_path: Path) -> None:
     sound = str(write(tmp_path / "a.jsonl", ROWS))
     for path, reason in (
-        ("*/" * 2000 + "x.jsonl", "too many folders"), ("a\0.jsonl", "null byte"), ("a\0/*.jsonl", "null byte"),
+        ("*/" * 2000 + "x.jsonl", "too many folders"), ("a\0.jsonl", "embedded null"), ("a\0/*.jsonl", "embedded null"),
         (f"{__file__}/x.jsonl", "Not a directory"),
     ):  # fmt: skip
         for look in (partial(sources.refuse_shared, sound, path), partial(sources.rows, path)):
