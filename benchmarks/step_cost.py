@@ -47,7 +47,7 @@ from finetune.config import Config
 from finetune.data import batching
 from finetune.data.batching import LargestBatch, MicroBatching
 from finetune.forecast import gpus, traced_step
-from finetune.forecast.devices import Device
+from finetune.forecast.device import Device
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.trace import Work
 from finetune.forecast.trace_recorder import TraceRecorder

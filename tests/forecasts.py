@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from finetune.data.batching import LargestBatch
-from finetune.forecast.devices import Device
+from finetune.forecast.device import Device
 from finetune.forecast.gpus import Rates
 from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.forecast.replay import Point

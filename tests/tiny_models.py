@@ -10,7 +10,7 @@ from typing import Any
 from finetune.config import Config, MemorySection
 from finetune.data.batching import LargestBatch
 from finetune.forecast import devices, traced_step
-from finetune.forecast.devices import Device
+from finetune.forecast.device import Device
 from finetune.forecast.extrapolate import Shortened, shorten
 from finetune.forecast.trace import Trace
 

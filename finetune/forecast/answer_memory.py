@@ -18,11 +18,11 @@ from transformers import DynamicCache
 from finetune.config import AdapterSection, Config
 from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError, first_line
 from finetune.forecast import depth, device_paths
-from finetune.forecast.devices import Device
+from finetune.forecast.device import Device
 from finetune.forecast.extrapolate import NotAlike, extrapolate, shorten, shorten_apart, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.fake_values import Answers
-from finetune.forecast.job_forecast import DeviceMemory
+from finetune.forecast.job_forecast import KV_CACHE, DeviceMemory
 from finetune.forecast.replay import Replay, replayed
 from finetune.forecast.trace import CATEGORIES, Trace
 from finetune.forecast.trace_recorder import TraceRecorder
@@ -31,7 +31,6 @@ from finetune.model import bounds, build
 from finetune.model.adapters.adapter import attach
 from finetune.model.attention import backends
 
-KV_CACHE = "kv_cache"
 PHASES = ("load", "prompt", "decoding")
 
 

@@ -6,7 +6,6 @@ Deleting the folder only means tracing again.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -23,7 +22,7 @@ import torch
 from finetune.config import Config
 from finetune.data.batching import LargestBatch
 from finetune.forecast import file_sizes, job_forecast
-from finetune.forecast.devices import Device
+from finetune.forecast.device import Device
 from finetune.forecast.job_forecast import Forecast
 from finetune.runtime import environment
 from finetune.storage import private
@@ -58,12 +57,7 @@ class Kept:
         made = trace()
         memory = {name: getattr(made.device, name) for name in _MEMORY}
         values = _adapter().dump_python(made, mode="json", exclude={"device"})
-        with contextlib.suppress(OSError):
-            if file.parent.is_dir():  # remove the oldest where there are too many for another one
-                files = sorted(file.parent.glob("*.json"), key=lambda one: one.stat().st_mtime, reverse=True)
-                for old in files[_MOST_FILES - 1 :]:
-                    old.unlink(missing_ok=True)
-            private.write(file, pydantic_core.to_json({"memory": memory, **values}))
+        private.keep(file, pydantic_core.to_json({"memory": memory, **values}), _MOST_FILES)
         return made
 
     def _read(self, file: Path) -> Forecast | None:

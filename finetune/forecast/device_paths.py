@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from finetune.forecast import fake_model
-from finetune.forecast.devices import Device
+from finetune.forecast.device import Device
 from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.model.recompute import offload
 from finetune.runtime import patches

@@ -16,7 +16,7 @@ from finetune.data.prepare import Prepared
 from finetune.errors import ForecastError
 from finetune.forecast import devices, file_sizes, job_forecast
 from finetune.forecast.cache import Kept
-from finetune.forecast.devices import Device
+from finetune.forecast.device import Device
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.replay import Ranks, RunSetting
 from finetune.forecast.traced_step import Models, StepSetting, trace_step

@@ -9,7 +9,6 @@ from typing import Any
 
 from finetune.data.batching import LargestBatch, area
 from finetune.data.media import Media
-from finetune.data.vision import Vision
 from finetune.forecast.job_forecast import Forecast
 
 _LEAST_EDGE, _MOST_EDGE = 64, 8192  # pixels
@@ -51,6 +50,8 @@ def of(
     ]
     if not shown:
         return None
+    from finetune.data.vision import Vision
+
     assert isinstance(vision, Vision)
     tokens, height, width, own = max(shown)
     text = max(2, batch.tokens - own)

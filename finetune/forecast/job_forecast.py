@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from finetune.data.batching import LargestBatch
-from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
+from finetune.forecast.device import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
 from finetune.forecast.replay import Point, Ranks, RunSetting, outside_by_category, replayed
 from finetune.forecast.trace import CATEGORIES, Trace, Work
-from finetune.model.structure.experts import Mixture
+from finetune.model.structure.mixture import Mixture
 from finetune.runtime.memory_monitor import Peak
 from finetune.storage.records import Difference, UpTo
 
+KV_CACHE = "kv_cache"
+"""The category of answers beside those of a step."""
 PHASES = ("load", "reference", "forward", "backward", "optimizer", "evaluation", "save", "merge")
 WORDS = {
     **CATEGORIES,

@@ -10,11 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator, CapacityError
-from finetune.forecast.devices import Device
+from finetune.forecast.device import Device
 from finetune.forecast.trace import CATEGORIES, Stretch, Trace, TracedBlock
 
 _CURVE_POINTS = 600
@@ -142,6 +139,8 @@ class Replay:
         update = next((index for index in range(first, last) if phases[index] == "optimizer"), last)
         loaded = self.load(from_files=run.from_files)
         if run.ranks.copied:  # DistributedDataParallel copies the model as it sends it, and keeps buckets of gradients
+            from finetune.forecast import operator_costs
+
             sent = 0
             buckets = operator_costs.broadcast_buckets(self.sizes("base_weights", "adapter"))
             for number, size in enumerate([*buckets, 0], 1):
@@ -165,6 +164,8 @@ class Replay:
         copy_bytes = 0
         if self._device.type == "cpu" and run.checkpoint_bytes:  # a checkpoint copies within the device's own memory
             # The state of torch's random numbers is copied before weights and states are (`RandomState`).
+            import torch
+
             copy_bytes = max(run.checkpoint_bytes, torch.get_rng_state().nbytes)
         with self._saving(copy_bytes if run.saves_between else 0):  # the update waits until the copy is written
             self.play(stretches[first:update])

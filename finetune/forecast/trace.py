@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from finetune.model.structure.experts import Mixture
+from finetune.model.structure.mixture import Mixture
 
 CATEGORIES = {
     "base_weights": "base weights",

@@ -27,7 +27,7 @@ from finetune.data.encoded import MEDIA
 from finetune.data.media import TEXT_ALONE, Media
 from finetune.errors import FinetuneError, ForecastError, first_line
 from finetune.forecast import depth, device_paths, engines, fake_ranks
-from finetune.forecast.devices import Device
+from finetune.forecast.device import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, shorten_apart, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.fake_values import Answers, KnownValues, Routing

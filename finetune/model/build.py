@@ -27,7 +27,7 @@ from finetune.model.skeleton import mixture, weightless_base
 from finetune.model.source import identity, prequantized
 from finetune.model.source.locate import locate, remote_code
 from finetune.model.structure import composite, linear_layers, streamed
-from finetune.model.structure.experts import Mixture
+from finetune.model.structure.mixture import Mixture
 from finetune.runtime.stages import stage
 
 

@@ -21,7 +21,7 @@ from finetune.model.distributed.placement import Placement
 from finetune.model.source import catalog, prequantized
 from finetune.model.source.locate import hub_call
 from finetune.model.structure import composite, experts, linear_layers
-from finetune.model.structure.experts import Mixture
+from finetune.model.structure.mixture import Mixture
 from finetune.model.structure.quantization import QUANTIZATIONS, library_config
 from finetune.model.structure.recipes import RECIPES, remember
 from finetune.runtime import patches

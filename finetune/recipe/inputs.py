@@ -26,7 +26,7 @@ from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.distributed import context
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.model.structure.experts import Mixture
+from finetune.model.structure.mixture import Mixture
 from finetune.objectives import contract
 from finetune.recipe import provenance, resume
 from finetune.recipe.start import Session

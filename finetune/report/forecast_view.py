@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from finetune.config import Config
-from finetune.forecast.answer_memory import KV_CACHE, Serving
-from finetune.forecast.job_forecast import WORDS, Forecast
+from finetune.forecast.job_forecast import KV_CACHE, WORDS, Forecast
 from finetune.forecast.levers import Lever
 from finetune.forecast.plan import Fitted, Limits
 from finetune.report import curves, printing, words
@@ -26,6 +25,7 @@ from finetune.storage.files import write_bytes
 from finetune.storage.records import LARGE_DIFFERENCE, Difference
 
 if TYPE_CHECKING:  # imports what builds a model, which the report of a run does not need
+    from finetune.forecast.answer_memory import Serving
     from finetune.forecast.plan import Plan
 
 LARGE = f"* more than {LARGE_DIFFERENCE:.0%} from what was measured"

@@ -23,7 +23,7 @@ from finetune.data.prepare import Prepared
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.plan import Fitted
 from finetune.model.structure import experts
-from finetune.model.structure.experts import Mixture
+from finetune.model.structure.mixture import Mixture
 from finetune.objectives import OBJECTIVES
 from finetune.report import forecast_view, printing, words
 from finetune.report.figures import Figures

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # these import torch, which would delay the first line of a p
     from finetune.forecast.answer_memory import Serving
     from finetune.forecast.image_memory import ImageMemory
     from finetune.forecast.job_forecast import Forecast
-    from finetune.model.structure.experts import Mixture
+    from finetune.model.structure.mixture import Mixture
     from finetune.report.printing import Cells
     from finetune.runtime.memory_monitor import Peak
 

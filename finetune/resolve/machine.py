@@ -16,7 +16,7 @@ from finetune.runtime import ranks
 from finetune.runtime.device import this_device
 
 if TYPE_CHECKING:  # a look at the data imports no forecast
-    from finetune.forecast.devices import Device
+    from finetune.forecast.device import Device
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from finetune.runtime import driver, segments
+if TYPE_CHECKING:  # the versions of a kept plan are compared without it
+    import torch
 
 _PACKAGES = (
     "finetune", "torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets", "tokenizers",
@@ -23,6 +22,8 @@ _PACKAGES = (
 
 def describe(device: torch.device) -> dict[str, Any]:
     """The facts that a result depends on, as JSON values."""
+    import torch
+
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -51,6 +52,10 @@ def code_hash() -> str:
 def _device(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"type": "cpu"}
+    import torch
+
+    from finetune.runtime import segments
+
     properties = torch.cuda.get_device_properties(device)
     return {
         "type": "cuda",
@@ -64,6 +69,10 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 def hardware(device: torch.device) -> dict[str, Any]:
     """The kind of a device and its driver, as JSON values: what kernels do depends on them."""
+    import torch
+
+    from finetune.runtime import driver
+
     if device.type != "cuda":
         return {"name": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
     properties = torch.cuda.get_device_properties(device)

@@ -100,6 +100,16 @@ def read(path: Path, most_bytes: int = _MOST_BYTES) -> bytes | None:
     return None
 
 
+def keep(path: Path, content: bytes, most_files: int) -> None:
+    """Write a file of a folder of the cache, from which the oldest go where there are too many; not if that fails."""
+    with contextlib.suppress(OSError):
+        if path.parent.is_dir():
+            files = sorted(path.parent.glob(f"*{path.suffix}"), key=lambda one: one.stat().st_mtime, reverse=True)
+            for old in files[most_files - 1 :]:
+                old.unlink(missing_ok=True)
+        write(path, content)
+
+
 def write(path: Path, content: bytes) -> None:
     """Replace a file of the cache. Raises OSError; PermissionError if others could write to its folder."""
     make_folder(path.parent)

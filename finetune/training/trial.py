@@ -16,7 +16,7 @@ from finetune.model.adapters.adapter import linear_but
 from finetune.model.base import load_architecture, load_base
 from finetune.model.source import catalog
 from finetune.model.source.locate import remote_code
-from finetune.model.structure.experts import Mixture
+from finetune.model.structure.mixture import Mixture
 from finetune.objectives import log_probs
 from finetune.runtime import libraries
 from finetune.training import probe_table

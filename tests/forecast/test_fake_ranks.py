@@ -23,7 +23,7 @@ import finetune
 from finetune.config import Config
 from finetune.errors import ConfigError
 from finetune.forecast import fake_ranks
-from finetune.forecast.devices import Device
+from finetune.forecast.device import Device
 from finetune.forecast.extrapolate import whole
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.levers import levers

@@ -13,7 +13,7 @@ from traces import Story
 
 from finetune.data.batching import LargestBatch
 from finetune.forecast import job_forecast, operator_costs, replay
-from finetune.forecast.devices import Device, Software
+from finetune.forecast.device import Device, Software
 from finetune.forecast.gpus import Rates
 from finetune.forecast.job_forecast import PHASES, WORDS, Forecast
 from finetune.forecast.replay import Ranks

@@ -20,7 +20,7 @@ from traces import peaks
 from finetune.config.field_types import LEVELS
 from finetune.data.batching import LargestBatch, longest_batch
 from finetune.forecast import extrapolate, job_forecast, replay, traced_step
-from finetune.forecast.devices import Device
+from finetune.forecast.device import Device
 from finetune.forecast.trace import Trace
 from finetune.forecast.traced_step import Models
 from finetune.model.attention import packing

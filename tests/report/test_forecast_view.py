@@ -19,7 +19,7 @@ from finetune.forecast.levers import Lever
 from finetune.forecast.plan import Plan
 from finetune.forecast.replay import Ranks
 from finetune.forecast.trace import Work
-from finetune.model.structure.experts import Mixture
+from finetune.model.structure.mixture import Mixture
 from finetune.report import forecast_view, words
 from finetune.report.forecast_view import PlanView
 from finetune.storage.records import Difference, UpTo

@@ -11,35 +11,18 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Set
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from finetune.forms.packed import packing_of
+from finetune.model.structure.mixture import Mixture
 
 _ROUTER_CLASS = re.compile("Router|TopKGating")
 # Config attributes for the number of experts, and for how many of them a token visits (transformers 5.24).
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """The form in which a mixture of experts is stored.
-
-    `experts`: number per layer, the maximum if layers differ; a token visits `active` of them. `kind`: the quantization
-    of its linear layers. `quantized_experts`: the share of expert parameters quantized to that kind. `unquantized`: how
-    many of the model's `parameters` are not.
-    """
-
-    experts: int
-    active: int
-    kind: str
-    quantized_experts: float
-    unquantized: int
-    parameters: int
 
 
 def mixture(model: nn.Module, kind: str, quantized: Set[str]) -> Mixture:
