@@ -34,6 +34,7 @@ with libraries.importing():  # as the command line does
     from finetune import cli
     from finetune.choices import load_config
     from finetune.config import Config
+    from finetune.forecast import kept_plan
     from finetune.forecast.cache import Kept
     from finetune.model.source.locate import BUILTIN_BASE, locate
     from finetune.report import plots
@@ -80,6 +81,8 @@ def _traced_anew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """A test of forecasts makes its own, and reads none that another test has kept with other functions in place."""
     if request.path.parent.name in {"forecast", "golden"} and request.path.name != "test_forecast_cache.py":
         monkeypatch.setattr(Kept, "get", lambda self, batches, trace: trace())
+        if request.path.name != "test_kept_plan.py":
+            monkeypatch.setattr(kept_plan, "get", lambda asked, gpu, gpus, make: make())
 
 
 _modules_at_freeze = 0

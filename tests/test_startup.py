@@ -100,15 +100,15 @@ def watched(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, shallow_b
         ("on a terminal", "", True, [], ["train", *job]), ("plan", None, False, heavy, ["plan", *forecast, shallow]),
         ("first step", "step 1/", False, heavy, ["train", *job, shallow]),
     ]  # fmt: skip
-    process = [sys.executable, "-c", WATCHED, json.dumps(commands)]
-    done = subprocess.run(process, cwd=folder, capture_output=True, text=True, check=False)
-    metrics = folder / "run" / "metrics.jsonl"
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "Traceback" not in done.stderr, said
-    assert metrics.is_file(), said
-    assert "eval_loss" in metrics.read_text(encoding="utf-8")
-    recorded = {name: json.loads((folder / f"{name}.json").read_text()) for name, *_ in commands}
+    again = [("kept plan", None, False, [], ["plan", *forecast, shallow, "--html", str(folder / "plan.html")])]
+    for some in (commands, again):
+        process = [sys.executable, "-c", WATCHED, json.dumps(some)]
+        done = subprocess.run(process, cwd=folder, capture_output=True, text=True, check=False)
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said
+        assert "Traceback" not in done.stderr, said
+    assert "eval_loss" in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    recorded = {name: json.loads((folder / f"{name}.json").read_text()) for name, *_ in [*commands, *again]}
     return {
         name: Ended(line, {*first}, {*last}, *more) for name, (line, first, last, *more) in recorded.items()
     }  # fmt: skip
@@ -240,6 +240,13 @@ def test_a_command_imports_nothing_that_it_does_not_need(
     assert "torch" in ended.at_the_end
     assert ended.imported
     assert ended.at_the_end.isdisjoint(UNNEEDED | unneeded)
+
+
+def test_a_plan_that_is_kept_imports_neither_torch_nor_transformers(watched: dict[str, Ended]) -> None:
+    ended = watched["kept plan"]
+    assert ended.exit_code == 0
+    assert ended.at_the_end & {*SLOW} <= {"numpy"}
+    assert not ended.imported
 
 
 def test_models_are_listed_as_transformers_lists_them() -> None:

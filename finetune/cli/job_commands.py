@@ -28,10 +28,11 @@ from finetune.errors import ConfigError, OutOfMemoryError
 from finetune.model.source import declared
 from finetune.runtime import libraries
 from finetune.runtime.stages import stage
-from finetune.storage.files import check_place
+from finetune.storage.files import amount, check_place
 
 if TYPE_CHECKING:
     from finetune.config import Config
+    from finetune.forecast.plan import Plan
     from finetune.resolve import Job
 
 
@@ -125,20 +126,26 @@ def _plan_training(
     asked: Config, job: Config | Job, gpu: str | None, gpus: int, picture: Path | None, page: Path | None, as_json: bool
 ) -> bool:
     """Print, draw and write the forecast of a training step, and return whether it fits."""
-    with libraries.importing():
-        from finetune.export.rounding import rounded_run
-        from finetune.report.forecast_view import PlanView
-        from finetune.resolve import planning
-        from finetune.storage.files import amount
-    planned = planning.plan(job, gpu, gpus)
+    from finetune.forecast import kept_plan
+    from finetune.report.forecast_view import PlanView
+
+    def made() -> Plan:
+        with libraries.importing():
+            from finetune.resolve import planning
+        return planning.plan(job, gpu, gpus)
+
+    planned = kept_plan.get(asked, gpu, gpus, made)
     view = PlanView(planned)
     if not as_json:
         note_rows(asked.data)
         said = planned.why_quantized or asked.output.serve  # already said in the header
         if (kind := planned.config.quantization.kind) != asked.quantization.kind and not said:
             note(f"quantization.kind: {kind}, the form that `{asked.model.name}` is published in")
-        if rounding := rounded_run.planned_bytes(planned.config, view.forecast.device.type):
-            note(f"rounding with the training rows, apart from training, takes {amount(rounding)}")
+        if planned.config.output.way == "rounded":
+            from finetune.export.rounding import rounded_run
+
+            if rounding := rounded_run.planned_bytes(planned.config, view.forecast.device.type):
+                note(f"rounding with the training rows, apart from training, takes {amount(rounding)}")
     if picture:
         view.draw(picture)
         wrote(picture, as_json)
