@@ -116,12 +116,13 @@ durations: $(DEV) ## Run the tests on an idle machine and write the seconds of e
 test-oldest: .venv-oldest/.ready ## Run the quick tests with the lowest versions that pyproject.toml allows.
 	$(OLDEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not long" $(ARGS)
 
-test-newest: .venv-newest/.ready ## Run the quick tests and all pinned numbers with the newest versions of all, and say what moved.
-	failed=0; \
-	$(NEWEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not long" \
-		--junitxml build/newest.xml $(ARGS) || failed=1; \
-	$(NEWEST)/python -m pytest -n 2 --dist worksteal -m "" tests/golden --junitxml build/newest-golden.xml || failed=1; \
-	$(NEWEST)/python tests/what_moved.py build/newest.xml build/newest-golden.xml | tee build/moved.md; \
+test-newest: SHELL := bash
+test-newest: $(DEV) .venv-newest/.ready ## Run the quick tests with the newest versions of all, and say what moves beside .venv.
+	set -o pipefail; failed=0; \
+	$(NEWEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not long" $(ARGS) \
+		|& tee build/newest.log || failed=1; \
+	$(BIN)/python benchmarks/versions.py $(NEWEST)/python --output build/versions.json |& tee build/moved.md || failed=1; \
+	grep -E '^(FAILED|ERROR) ' build/newest.log | sed 's/^/- /' | tee -a build/moved.md; \
 	exit $$failed
 
 house: $(DEV) ## Count what a reader or a new feature has to go through.

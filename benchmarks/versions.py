@@ -16,7 +16,7 @@ import inspect
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -69,15 +69,26 @@ def facts() -> Facts:
     sys.path[:0] = [str(harness.ROOT / "tests" / "golden")]
     import golden_jobs
 
-    trajectories = golden_jobs.each([*golden_jobs.JOBS, golden_jobs.RESUMED], golden_jobs.trajectory)
-    fused = golden_jobs.each(golden_jobs.FUSED, golden_jobs.fused_trajectory)
+    def trained(train: Callable[[str, Path], Facts], name: str) -> Facts:
+        with tempfile.TemporaryDirectory() as folder:
+            return _tried(train, name, Path(folder))
+
+    trajectories = {name: trained(golden_jobs.trajectory, name) for name in (*golden_jobs.JOBS, golden_jobs.RESUMED)}
+    fused = {f"{name}, fused": trained(golden_jobs.fused_trajectory, name) for name in golden_jobs.FUSED}
     return {
         "python": sys.version.split()[0],
         "packages": {name: _version(name) for name in PACKAGES},
         "patches": {name: _patched(entry) for name, entry in patches.entries().items()},
-        "trajectories": trajectories | {f"{name}, fused": found for name, found in fused.items()},
-        "forecasts": {name: golden_jobs.plan(name) for name in golden_jobs.PLANS},
+        "trajectories": trajectories | fused,
+        "forecasts": {name: _tried(golden_jobs.plan, name) for name in golden_jobs.PLANS},
     }
+
+
+def _tried(work: Callable[..., Facts], *arguments: Any) -> Facts:
+    try:
+        return work(*arguments)
+    except Exception as error:  # another version of a library may raise anything
+        return {"fails": harness.last_line(f"{type(error).__name__}: {error}")}
 
 
 def _version(package: str) -> str | None:
@@ -165,6 +176,8 @@ def _patch_moved(one: Mapping[str, str], other: Mapping[str, str] | None) -> str
 
 def _trajectory_moved(one: Facts, other: Facts | None) -> str:
     assert other is not None, "both train the same jobs"
+    if failed := one.get("fails") or other.get("fails"):
+        return f"fails: {failed}"
     steps = list(zip(one["steps"], other["steps"], strict=True))
     off = [max(_off(a, b) for a, b in zip(*step, strict=True)) for step in steps]
     if number := next((number for number, each in enumerate(off, 1) if each), None):

@@ -237,13 +237,12 @@ def plan(name: str) -> dict[str, Any]:
 def record() -> None:
     """Write the files of pinned numbers."""
     torch.set_num_threads(1)
-    _write(TRAJECTORIES, "trajectories", each([*JOBS, RESUMED], trajectory))
-    _write(FUSED_TRAJECTORIES, "trajectories", each(FUSED, _with_plain_steps))
+    _write(TRAJECTORIES, "trajectories", _each([*JOBS, RESUMED], trajectory))
+    _write(FUSED_TRAJECTORIES, "trajectories", _each(FUSED, _with_plain_steps))
     _write(FORECASTS, "forecasts", {name: plan(name) for name in PLANS})
 
 
-def each(names: Iterable[str], train: Callable[[str, Path], dict[str, Any]]) -> dict[str, Any]:
-    """The trajectories of jobs, each in a folder of its own."""
+def _each(names: Iterable[str], train: Callable[[str, Path], dict[str, Any]]) -> dict[str, Any]:
     trajectories = {}
     for name in names:
         with tempfile.TemporaryDirectory() as folder:

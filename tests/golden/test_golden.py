@@ -38,15 +38,15 @@ _KERNELS = 1e-5
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("name", sampled([*JOBS, RESUMED], *OFTEN))
-def test_a_trajectory_is_what_it_was(name, tmp_path: Path, record_property):
-    assert not _moved(_PINNED, name, trajectory(name, tmp_path), record_property)
+def test_a_trajectory_is_what_it_was(name, tmp_path: Path):
+    assert not _moved(_PINNED, name, trajectory(name, tmp_path))
 
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("name", sampled(FUSED, *OFTEN_FUSED))
-def test_a_trajectory_with_fused_kernels_is_what_it_was(name, tmp_path: Path, record_property):
+def test_a_trajectory_with_fused_kernels_is_what_it_was(name, tmp_path: Path):
     found = fused_trajectory(name, tmp_path) | {"plain_steps": _FUSED["trajectories"][name]["plain_steps"]}
-    assert not _moved(_FUSED, name, found, record_property)
+    assert not _moved(_FUSED, name, found)
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -57,20 +57,18 @@ def test_fused_kernels_give_the_losses_of_plain_modules(name):
     assert not list(differences(plain, fused, _KERNELS))
 
 
-def _moved(recorded, name, found, record_property):
+def _moved(recorded, name, found):
     """The numbers of a trajectory that are not as recorded; weights are compared on the same processor alone."""
     same = recorded["machine"] == machine()
     pinned, found = dict(recorded["trajectories"][name]), dict(found)
-    record_property("moved", next(differences(pinned, found, 0), ""))  # for tests/what_moved.py
     if not same:
         del pinned["weights"], found["weights"]
     return list(differences(pinned, found, 0 if same else _ELSEWHERE))
 
 
 @pytest.mark.parametrize("name", sampled(PLANS, *OFTEN_PLANNED))
-def test_a_forecast_is_what_it_was(name, record_property):
+def test_a_forecast_is_what_it_was(name):
     found = json.loads(json.dumps(plan(name)))
-    record_property("moved", next(differences(_FORECASTS["forecasts"][name], found, 0), ""))
     assert not list(differences(_FORECASTS["forecasts"][name], found, 0 if _SAME_VERSIONS else _ELSEWHERE))
 
 
