@@ -58,8 +58,12 @@ class BuiltIn(SourceKind):
     ) -> Iterator[Record]:  # fmt: skip
         if source not in BUILTIN:
             raise DataError(f"data source {unknown(source, BUILTIN)}")
-        rows = enumerate(BUILTIN[source](split), start=1)
-        return ((f"{source}[{split}]:{index}", fields, None) for index, fields in rows)
+
+        def read() -> Iterator[Record]:  # only where they are not prepared yet
+            for index, fields in enumerate(BUILTIN[source](split), start=1):
+                yield f"{source}[{split}]:{index}", fields, None
+
+        return read()
 
     def contents(self, source: str, split: str) -> list[tuple[str, str]]:
         return [(source, digest(FILE))]
