@@ -100,13 +100,15 @@ class _Search:
     def best(self, offload: str) -> _Candidate | None:
         """Try micro-batches, the largest first, until a smaller one can be no faster.
 
-        With fewer rows more memory is left to keep activations, but weights are read more often: not even without
-        any recomputation is a smaller micro-batch faster than that.
+        With fewer rows more memory is left to keep activations, but weights are read more often: where nothing is
+        recomputed already, a smaller micro-batch is slower, and else it is forecast so first.
         """
         fitting: list[_Candidate] = []
         fastest = "none" if self.checkpointing is None else self.checkpointing
         for rows in self._worth_trying(offload):
             # No setting with these rows is faster than with nothing recomputed.
+            if any((one.memory.checkpointing, one.memory.loss_tokens) == (fastest, self.tile) for one, _ in fitting):
+                break
             if fitting and _seconds(self._try(rows, fastest, offload, self.tile)) >= min(map(_seconds, fitting)):
                 break
             if candidate := self._with_rows(rows, offload):

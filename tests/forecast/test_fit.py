@@ -157,6 +157,12 @@ def test_the_search_finds_the_best_of_all_settings_with_few_forecasts(reading: f
         assert found.tried <= 40, "of more than a thousand settings"
 
 
+def test_no_smaller_micro_batch_is_forecast_where_the_largest_recomputes_nothing() -> None:
+    found = Job(12000).fit()
+    assert (found.value("training.micro_batch"), found.value("memory.checkpointing")) == (16, "none")
+    assert found.tried == 1
+
+
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(
