@@ -155,11 +155,11 @@ bench: $(DEV) ## Run the CPU benchmarks and write benchmarks/results/ (an hour).
 	$(BIN)/python benchmarks/batching.py
 	$(BIN)/python benchmarks/by_length.py
 	$(BIN)/python benchmarks/preparation.py
-	$(BIN)/python benchmarks/start_up.py
 	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/merge.py
 	$(BIN)/python benchmarks/served.py
 	$(BIN)/python benchmarks/rounding.py
+	$(BIN)/python benchmarks/start_up.py
 
 golden: $(DEV) ## Record the pinned trajectories and forecasts anew, after a repair that moved them.
 	$(BIN)/python tests/golden/golden_jobs.py

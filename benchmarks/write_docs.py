@@ -151,6 +151,8 @@ FIGURES: dict[str, list[tuple[str, str, str, list[Value]]]] = {
          [lambda found: _errors(found)[0], lambda found: _errors(found)[1]]),
         ("seconds of a forecast, imports included: Llama-2-7B, 70B", "forecast_speed", "{:.1f}, {:.1f}",
          [lambda found: _seconds(found, "7b-hf"), lambda found: _seconds(found, "70b-hf")]),
+        ("CPU seconds over `import torch`: help, data, doctor, a CPU's plan, a card's again, init", "start_up", "{}",
+         [lambda found: ", ".join(f"{one['ratio']:.2f}" for one in found["commands"].values())]),
     ],
     "speed": [
         ("loop, whole process of 60 steps, with the settings of a plain script", "overhead", "{:.2f}, {:.2f}",
@@ -370,14 +372,6 @@ def _batching() -> str:
     return _table(heads, (row(name, padding) for name, padding in found["padding"].items()))
 
 
-def _start_up() -> str:
-    rows = (
-        f"`{name.removeprefix('finetune ')}` | {one['ratio']:.2f}"
-        for name, one in result("start_up")["commands"].items()
-    )
-    return _table("command | CPU seconds over `import torch`", rows)
-
-
 def _kill_table() -> str:
     keys = ("kills", "resumes", "runs_that_could_not_resume", "runs_that_ended_with_other_weights", "steps_lost_max")
     return _table(
@@ -473,7 +467,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "beside-trl": _beside_trl,
     "beside-defaults": _beside_defaults,
     "batching": _batching,
-    "start-up": _start_up,
     "kills": _kill_table,
     "long-rows": _long_rows,
     "served": _served,
