@@ -19,8 +19,7 @@ NEWEST := .venv-newest/bin
 TORCH ?=
 # What test-newest takes in place of released transformers, where it can be had; MAIN= takes the release.
 MAIN ?= git+https://github.com/huggingface/transformers
-# uv takes the build of torch for this machine's driver, or for a CPU, from PyTorch's index. With a mirror instead:
-# make setup UV_FLAGS="--find-links FOLDER".
+# uv takes the build of torch for this machine's driver, or for a CPU, from PyTorch's index.
 UV ?= $(shell command -v uv)
 UV_FLAGS ?= --torch-backend=auto
 
@@ -60,7 +59,8 @@ ifneq ($(UV),)
 define install
 	$(check_python)
 	$(UV) venv --quiet --allow-existing --seed --python $(PYTHON) $(@D)
-	$(UV) pip install --quiet --python $(@D) $(UV_FLAGS) $(pins) $(1) $(2)
+	$(UV) pip install --quiet --python $(@D) $(UV_FLAGS) $(pins) $(1) $(2) || \
+		{ echo "where PyTorch's index cannot be reached: make UV_FLAGS='--find-links FOLDER', or by pip: make UV="; exit 1; }
 	@touch $@
 endef
 else
