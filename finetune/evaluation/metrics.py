@@ -228,7 +228,7 @@ def needed(module: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise MachineError(f"{what} needs the package {package}: pip install 'finetune[evaluation]'") from None
+        raise MachineError(f"{what} needs the package {package}: pip install {package}") from None
 
 
 METRICS: dict[str, Entry] = {

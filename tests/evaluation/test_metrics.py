@@ -115,5 +115,5 @@ def test_a_metric_without_its_package_exits_4_with_what_to_install(monkeypatch: 
         raise ImportError(name)
 
     monkeypatch.setattr(metrics.importlib, "import_module", missing)
-    with refusal(MachineError, "rouge_score", "pip install 'finetune[evaluation]'"):
+    with refusal(MachineError, "rouge_score", "pip install rouge_score"):
         find("rouge_l")
