@@ -20,7 +20,7 @@ TORCH ?=
 # What test-newest takes in place of released transformers, where it can be had; MAIN= takes the release.
 MAIN ?= git+https://github.com/huggingface/transformers
 # uv takes the build of torch for this machine's driver, or for a CPU, from PyTorch's index.
-UV ?= $(shell command -v uv)
+UV ?= $(shell command -v uv 2>/dev/null)
 UV_FLAGS ?= --torch-backend=auto
 
 .DEFAULT_GOAL := help
@@ -38,7 +38,7 @@ $(DEV): constraints.txt pyproject.toml $(READY)
 	$(call install,torch,--editable . --group dev)
 
 .venv-oldest/.ready: constraints-oldest.txt pyproject.toml
-	$(call install,torch==$(or $(TORCH),2.13.0),--editable . --group test)
+	$(call install,torch==$(or $(TORCH),2.11.0),--editable . --group test)
 
 # Made anew at each call, because new versions may have come out.
 .venv-newest/.ready: FORCE

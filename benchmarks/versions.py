@@ -178,6 +178,8 @@ def _trajectory_moved(one: Facts, other: Facts | None) -> str:
     assert other is not None, "both train the same jobs"
     if failed := one.get("fails") or other.get("fails"):
         return f"fails: {failed}"
+    if len(one["steps"]) != len(other["steps"]):
+        return f"{len(other['steps'])} steps, not {len(one['steps'])}"
     steps = list(zip(one["steps"], other["steps"], strict=True))
     off = [max(_off(a, b) for a, b in zip(*step, strict=True)) for step in steps]
     if number := next((number for number, each in enumerate(off, 1) if each), None):

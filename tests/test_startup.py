@@ -263,6 +263,7 @@ def test_what_libraries_print_once_the_interpreter_is_gone_is_not_shown() -> Non
     script = """if True:
         import ctypes, sys
         from finetune import cli
+        sys.modules["triton"] = sys
 
         ctypes.pythonapi.Py_AtExit(ctypes.CDLL("libc.so.6").malloc_stats)  # as nanobind lists what it calls leaked
         sys.argv = ["finetune", "plan", "nowhere.yaml"]

@@ -47,6 +47,8 @@ def _silence_the_end() -> None:
     """Discard what libraries write while the interpreter is taken down: triton 3.9 lists all of its types as leaked,
     because `gc.freeze` keeps them.
     """
+    if "triton" not in sys.modules:
+        return
     with contextlib.suppress(OSError, ValueError):  # a closed pipe, a closed stream
         sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -252,9 +252,8 @@ def _ignored(values: dict[str, dict[str, Any]], choices: Choices) -> list[tuple[
 
 
 def _nearest_file(path: Path) -> str:
-    if (name := f"builtin:{path.stem}") in builtin.configs():  # documentation names those of a checkout
-        return f"; did you mean `{name}`?"
-    if not os.path.isdir(path.parent):
-        return ""
-    known = sorted(str(file) for file in path.parent.glob("[!.]*.yaml"))
-    return f"; {nearest(str(path), known)}" if known else ""
+    known = sorted(str(file) for file in path.parent.glob("[!.]*.yaml")) if os.path.isdir(path.parent) else []
+    if known:
+        return f"; {nearest(str(path), known)}"
+    name = f"builtin:{path.stem}"
+    return f"; did you mean `{name}`?" if name in builtin.configs() else ""  # documentation names those of a checkout

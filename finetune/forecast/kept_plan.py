@@ -18,7 +18,7 @@ from typing import Any
 import pydantic
 import pydantic_core
 
-from finetune.config import Config, ModelSection, Sources
+from finetune.config import Config, Sources
 from finetune.config.field_types import GIVEN
 from finetune.data import sources
 from finetune.errors import FinetuneError
@@ -72,7 +72,7 @@ def _read(file: Path, make: Callable[[], Plan]) -> Plan | None:
 def _key(asked: Config, gpu: str | None, gpus: int) -> str | None:
     """A hash of everything that the plan depends on; None if that is unknown, or as this machine is at the moment."""
     model, data = asked.model, asked.data
-    as_this_machine = gpu in (None, "auto", "cpu") or "WORLD_SIZE" in os.environ
+    as_this_machine = not gpu or gpu in ("auto", "cpu") or "WORLD_SIZE" in os.environ
     foreign = model.trust_remote_code or asked.adapter.start_from or asked.output.serve
     others = model.vision != "none" or asked.kernels.compile != "none" or asked.distributed.kind == "deepspeed"
     text = asked.model_dump_json(exclude_unset=True)
@@ -81,7 +81,8 @@ def _key(asked: Config, gpu: str | None, gpus: int) -> str | None:
     try:
         rows = [_rows(data.train, "train"), _rows(data.train, "eval")]
         rows += [] if data.eval in ("auto", "none") else [_rows(data.eval, "eval")]
-        files = [_files(name, model) for name in (model.name, model.tokenizer or model.name)]
+        revisions = {model.tokenizer or model.name: None, model.name: model.revision}  # a tokenizer has none of its own
+        files = [_files(*each) for each in (*revisions.items(), (BUILTIN_BASE, None))]
         custom = data.chat_template.endswith(chat_template.SUFFIX)
         template = Path(data.chat_template).read_text(encoding="utf-8") if custom else ""
     except (OSError, ValueError, FinetuneError):  # the plan reports it
@@ -101,7 +102,7 @@ def _rows(read: Sources, split: str) -> list[Any] | None:
     return sources.contents(read, split)
 
 
-def _files(name: str, section: ModelSection) -> list[Any] | None:
+def _files(name: str, revision: str | None) -> list[Any] | None:
     """The contents of a model's files besides weights, or the names of pinned ones; None if they may change."""
     if name == BUILTIN_BASE or Path(name).is_dir():
         folder = Path(locate(name))
@@ -111,7 +112,7 @@ def _files(name: str, section: ModelSection) -> list[Any] | None:
 
     cached = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
     if cached.exists():
-        pinned = constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(section.revision or "")
+        pinned = constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(revision or "")
         files = sorted(file for file in cached.rglob("*") if file.is_file() and file.parent.name != "blobs")
         return [(str(file), os.path.realpath(file), file.stat().st_mtime_ns) for file in files] if pinned else None
     return ["in the catalog alone"] if catalog.find(name) else None

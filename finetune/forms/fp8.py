@@ -1,6 +1,6 @@
 """FP8: blocks of 128 x 128 floats of eight bits (e4m3) with a scale in float32, in the layout of DeepSeek-V3.
 
-Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). Decoding is equal to that of transformers (5.23,
+Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). Decoding is equal to that of transformers (5.24,
 `Fp8Dequantize`).
 """
 

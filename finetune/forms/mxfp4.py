@@ -1,7 +1,7 @@
 """MXFP4: blocks of 32 floats of four bits with a power of two as scale, in the layouts of vLLM, gpt-oss and GGUF.
 
 Sources: OCP Microscaling Formats v1.0; of GGUF's layout, ggml/src/ggml-quants.c of llama.cpp. Decoding is equal to
-that of transformers (5.23, `Mxfp4Dequantize`).
+that of transformers (5.24, `Mxfp4Dequantize`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Generation: answers in batches or streamed, sampled or greedy (greedy answers of two models can be compared).
 
-transformers' `generate` does the work. Its continuous batching (`generate_batch`, 5.23) is not used: it drops the
+transformers' `generate` does the work. Its continuous batching (`generate_batch`, 5.24) is not used: it drops the
 repetition penalty and has neither stop strings nor a choice of KV cache.
 """
 
@@ -166,6 +166,9 @@ class _Generation:
         self._positions = bounds.table_size(model)
         self._stop_ids = chat_template.stop_ids(tokenizer)
         caches.make(settings.cache, model.config, 1)
+        self._cached = caches.keeps(model)
+        if not self._cached and settings.cache != "dynamic":
+            raise ConfigError("this model has no keys and values to keep, and so no other KV cache; choose dynamic")
 
     def room(self, prompt: list[int]) -> int:
         """The largest number of tokens for the answer to `prompt`."""
@@ -213,7 +216,7 @@ class _Generation:
         for rows in ([row], [row, other + other]):
             with _evaluating(self._model):
                 output = self._model.generate(
-                    **self._padded(rows), min_new_tokens=2, max_new_tokens=2, do_sample=False, use_cache=True,
+                    **self._padded(rows), min_new_tokens=2, max_new_tokens=2, do_sample=False, use_cache=self._cached,
                     output_logits=True, return_dict_in_generate=True, pad_token_id=self._tokenizer.pad_token_id,
                     eos_token_id=self._stop_ids,
                     # The first token is the same whatever the model says, as rounding may decide between two.
@@ -254,7 +257,7 @@ class _Generation:
                     # Compiled, the default for a static cache on a GPU, an answer would take minutes to begin.
                     disable_compile=True,
                     max_new_tokens=room,
-                    use_cache=True,
+                    use_cache=self._cached,
                     pad_token_id=self._tokenizer.pad_token_id,
                     eos_token_id=self._stop_ids,
                     stop_strings=list(settings.stop) or None,

@@ -76,6 +76,22 @@ def make(name: str, architecture: Any, length: int) -> Any:
     return pick(CACHES, name, "KV cache").make(architecture, length)
 
 
+def keeps(model: Any) -> bool:
+    """Whether `generate` of transformers 5.24 can go on from a cache of `model`.
+
+    A model with heads of attention asks its cache how many tokens it has, which only layers of attention know (Kimi
+    Linear or Qwen3-Next may have none). Mamba has no such heads and does not ask.
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import CacheLayerMixin
+
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    config = base.config.get_text_config()
+    layers = DynamicCache(config=config).layers
+    asked = hasattr(config, "num_attention_heads")
+    return not (asked and layers) or any(isinstance(layer, CacheLayerMixin) for layer in layers)
+
+
 def tensors(cache: Any) -> Iterator[tuple[int, Any]]:
     """(layer, tensor) for all that a cache of transformers holds."""
     for number, layer in enumerate(getattr(cache, "layers", ())):

@@ -44,7 +44,7 @@ def packages() -> dict[str, str | None]:
 def code_hash() -> str:
     """A hash (sha256, hex) of this package's own files, which may be edited without a new version."""
     digest, root = hashlib.sha256(), Path(__file__).resolve().parents[1]
-    for file in sorted(file for file in root.rglob("*") if file.suffix in (".py", ".json")):
+    for file in sorted(file for file in root.rglob("*") if file.suffix in (".py", ".json", ".jinja")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

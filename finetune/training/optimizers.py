@@ -17,7 +17,7 @@ Built = tuple[type, dict[str, Any]]
 
 # The adapter's B in PEFT's names.
 _B = re.compile(r"[.]lora_(embedding_)?B[.]")
-# As in transformers (5.23, `Trainer.get_decay_parameter_names`).
+# As in transformers (5.24, `Trainer.get_decay_parameter_names`).
 _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 

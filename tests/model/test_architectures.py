@@ -224,13 +224,12 @@ def test_the_padding_of_a_recurrent_model_changes_no_token_before_it() -> None:
             torch.testing.assert_close(together[number, : len(row)], alone)
 
 
-# Of which a layer's sizes, the layers' place or the experts' number have other names than elsewhere, or of whose layers
-# only the last tells how long a KV cache is.
+# Of which a layer's sizes, the layers' place or the experts' number have other names than elsewhere, or without a layer
+# that tells how long a KV cache is.
 _UNLIKE: dict[str, dict[str, Any]] = {
     "gemma4": {}, "llama4": {}, "deepseek_v4": {}, "jamba": {},
     "kimi_linear": {
-        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-        "mlp_layer_types": ["sparse", "sparse"],
+        "num_hidden_layers": 1, "layer_types": ["linear_attention"], "mlp_layer_types": ["sparse"],
         "linear_num_heads": 2, "linear_head_dim": 16,
     },
 }  # fmt: skip

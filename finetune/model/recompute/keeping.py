@@ -81,7 +81,7 @@ def is_recomputed() -> bool:
 def contexts(kinds: Collection[str], biased_experts: bool) -> _Contexts:
     """The contexts of one pass through a layer that keeps these `kinds` of tensors, and of its recomputation.
 
-    Products of `biased_experts` are not kept: transformers (5.23, `_grouped_linear`) adds the biases to them in place,
+    Products of `biased_experts` are not kept: transformers (5.24, `_grouped_linear`) adds the biases to them in place,
     and the recomputation would read the sums.
     """
     policy = functools.partial(_policy, kinds, overwritten=(_EXPERTS,) if biased_experts else ())

@@ -205,7 +205,7 @@ class Weights(Mapping[str, torch.Tensor]):
     def _conversion_groups(self) -> list[ConversionGroup]:
         """Group the tensors of the files by the conversion that takes them, in the order of the model's names.
 
-        The loop repeats that of transformers' loader (5.23, `convert_and_load_state_dict_in_model`): a source is
+        The loop repeats that of transformers' loader (5.24, `convert_and_load_state_dict_in_model`): a source is
         renamed and matched to a pattern; all sources that get the same name are one group.
         """
         from transformers import core_model_loading as loading
