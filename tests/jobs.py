@@ -1,5 +1,6 @@
 """The small job that many tests train, and what came of it."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -9,11 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from finetune.config import Config
 from finetune.storage.rundir import RunDirectory
+
+OLD_TORCH = Version(torch.__version__).release < (2, 12)
+lacks = functools.partial(pytest.mark.skipif, OLD_TORCH)
+"""Marks a test of what torch 2.11 lacks, with the reason: `@lacks(reason="...")`."""
 
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 

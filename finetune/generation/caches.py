@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.field_types import pick
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, MachineError
 
 
 def _dynamic(architecture: Any, length: int) -> Any:
@@ -26,8 +26,14 @@ def _static(architecture: Any, length: int) -> Any:
 
 
 def _quantized(architecture: Any, length: int) -> Any:
+    import torch
     from transformers import cache_utils
 
+    if torch.tensor(1e4).to(torch.float8_e4m3fn).float().isnan():  # what later tokens exceed the first ones by
+        raise MachineError(
+            f"the quantized KV cache needs torch 2.13, whose 8-bit floats have no NaN for large numbers; this is "
+            f"{torch.__version__}: pip install -U torch, or choose dynamic"
+        )
     try:
         return cache_utils.QuantizedCache("fp8", architecture)
     except ValueError:
@@ -72,7 +78,7 @@ CACHES: dict[str, KVCache] = {
 
 
 def make(name: str, architecture: Any, length: int) -> Any:
-    """An empty KV cache `name` for rows of `length` tokens. Raises ConfigError if it cannot be had."""
+    """An empty KV cache `name` for rows of `length` tokens. Raises ConfigError or MachineError if it cannot be had."""
     return pick(CACHES, name, "KV cache").make(architecture, length)
 
 

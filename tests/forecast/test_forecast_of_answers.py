@@ -11,11 +11,14 @@ import measured_step
 import pytest
 import tiny_models
 import torch
+from jobs import lacks
 from messages import refusal
 
 from finetune.errors import ConfigError
 from finetune.forecast.answer_memory import Inference, Serving
 from finetune.resolve import planning
+
+NO_NAN = lacks(reason="8-bit floats of torch 2.11 have NaN for large numbers")
 
 
 @functools.cache
@@ -28,7 +31,8 @@ def forecast(model: str = "llama", *, cache: str = "dynamic", layers: int = 4, *
 @pytest.mark.parametrize(
     ("model", "cache", "rows"),
     [
-        ("llama", "dynamic", 3), ("windows", "static", 1), ("llama", "quantized", 3),
+        ("llama", "dynamic", 3), ("windows", "static", 1),
+        pytest.param("llama", "quantized", 3, marks=NO_NAN),
         pytest.param("mixture", "dynamic", 3, marks=pytest.mark.long),
     ],
 )  # fmt: skip
@@ -56,6 +60,7 @@ def test_an_adapter_on_some_layers_by_pattern_counts_in_those_alone() -> None:
     assert adapter_bytes("[0-5]") == 6 * adapter_bytes("9") > 0
 
 
+@NO_NAN
 @pytest.mark.slow
 def test_the_sizes_of_all_possible_caches_are_given(shallow_base: Path) -> None:
     found = planning.answers(tiny_models.config(model__name=str(shallow_base)), "cpu", context=64).caches

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import lacks
 
 from finetune.choices import load_config
 from finetune.config import Config
@@ -73,7 +74,7 @@ def asked() -> Iterator[Counted]:
     [
         (TINY, ["training.micro_batch=auto", "memory.checkpointing=auto"], CARD, 1),
         (TINY, ["memory.budget=600MiB", "quantization.kind=auto", "training.learning_rate=auto"], "24GiB", 1),
-        (TINY, ["distributed.kind=fsdp"], CARD, 2),
+        pytest.param(TINY, ["distributed.kind=fsdp"], CARD, 2, marks=lacks(reason="torch 2.11 shards no such base")),
         (TINY.parent / "tiny_dpo.yaml", [], CARD, 1),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from jobs import lacks
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
 from finetune.forecast import operator_costs
@@ -96,6 +97,7 @@ def test_a_mask_is_padded_to_rows_of_a_multiple_of_8(tokens: int, padded: int) -
     assert CARD.scratch(attend, (query,) * 3, {"attn_mask": None}) == []
 
 
+@lacks(reason="torch 2.11 names the limits of buckets nowhere")
 @pytest.mark.parametrize(
     "sizes", [(300_000, 100_000, 10, 7_000_000, 50, 3_000_000, 900_000), (5,), (70_000_000, 1, 70_000_000), (1,) * 40]
 )

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import OLD_TORCH, lacks
 from messages import refusal, reported
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, OPTConfig, RwkvConfig
 
 import finetune
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, MachineError
 from finetune.generation import answering
 from finetune.generation.answering import PromptTooLong, answers, stream
 from finetune.generation.settings import Settings
@@ -173,6 +174,7 @@ def test_another_kv_cache_gives_the_same_answers(
     assert list(answers(model, tokenizer, prompts, replace(SETTINGS, cache=cache))) == alone
 
 
+@lacks(reason="8-bit floats of torch 2.11 have NaN for large numbers")
 def test_a_quantized_kv_cache_is_smaller_and_its_answers_nearly_the_same(
     model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[answering.Answer]
 ) -> None:
@@ -197,7 +199,7 @@ def test_layers_with_windows_keep_no_more_than_those_whatever_the_cache(tokenize
     assert found[0] == found[1] == found[2]
     a_token = 2 * 16 * 4  # keys and values of one head
     assert all(2 * a_token * (71 + 15) <= size <= 2 * a_token * (72 + 16) + 99 for size in sizes)
-    with refusal(ConfigError, "only for models whose layers all attend to the whole row"):
+    with refusal(MachineError if OLD_TORCH else ConfigError, "quantized KV cache"):
         answers(model, tokenizer, prompt, replace(SETTINGS, cache="quantized"))
 
 

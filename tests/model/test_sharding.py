@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 import torch
 from bases import loaded
+from jobs import lacks
 from messages import refusal
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.config import AdapterSection, MemorySection, ModelSection
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, MachineError
 from finetune.model import build
 from finetune.model.distributed import gradient_norm, sharding
 from finetune.model.distributed.sharding import Sharding, Shards
@@ -53,6 +54,15 @@ def test_of_a_layer_only_this_ranks_rows_stay_once_it_is_loaded(shards: Sharding
     assert cut.get_input_embeddings().weight.shape == whole.get_input_embeddings().weight.shape
 
 
+def test_a_quantized_base_is_refused_with_a_torch_that_cannot_shard_it(
+    shards: Sharding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    with refusal(MachineError, "`distributed.kind: fsdp`", "2.11.0", "`ddp`"):
+        shards.apply(loaded("nf4", weights="random", attention="eager", placement=shards))
+
+
+@lacks(reason="torch 2.11 shards no quantized base")
 def test_every_weight_is_sharded_and_has_its_whole_shape(shards: Sharding) -> None:
     base = loaded("nf4", weights="random", attention="eager", placement=shards)
     model = build.trainable(

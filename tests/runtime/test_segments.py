@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import sampled
+from jobs import lacks, sampled
 from messages import refusal
 
 from finetune.config import MemorySection
@@ -87,6 +87,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 # -- where they are on -------------------------------------------------------------------------------------------------
 
 
+@lacks(reason="torch 2.11 does not say how its allocator is set")
 def test_segments_are_enabled_where_the_driver_supports_them(driver: Install) -> None:
     driver()
     assert segments.grow(GPU)
@@ -142,6 +143,7 @@ def test_under_wsl2_the_drivers_version_is_that_of_its_management_library(monkey
         ("max_split_size_mb:64, expandable_segments : True", True),
     ],
 )  # fmt: skip
+@lacks(reason="torch 2.11 does not say how its allocator is set")
 def test_the_setting_of_the_user_is_kept(
     attributes: dict[int, int], settings: str, grow: bool, driver: Install
 ) -> None:
@@ -153,6 +155,7 @@ def test_the_setting_of_the_user_is_kept(
     assert segments.grow_elsewhere() is grow
 
 
+@lacks(reason="torch 2.11 does not say how its allocator is set")
 @pytest.mark.slow
 @pytest.mark.parametrize("variable", sampled(["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"], "PYTORCH_ALLOC_CONF"))
 def test_allocator_settings_are_read_from_the_environment(variable: str) -> None:
@@ -177,6 +180,7 @@ def test_allocator_settings_are_read_from_the_environment(variable: str) -> None
 # -- what knows of it --------------------------------------------------------------------------------------------------
 
 
+@lacks(reason="torch 2.11 does not say how its allocator is set")
 def test_run_forecast_and_run_directory_agree(driver: Install, l4: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -212,6 +216,7 @@ def test_training_in_another_stream_than_the_default_one_is_refused(monkeypatch:
     require_default_stream(gpu)
 
 
+@lacks(reason="torch 2.11 does not say how its allocator is set")
 def test_plans_assume_segments_on_cards_elsewhere_but_not_on_cpus(driver: Install) -> None:
     assert devices.find("RTX 4090", MemorySection()).software.expandable_segments
     assert devices.find("24GiB", MemorySection()).software.expandable_segments

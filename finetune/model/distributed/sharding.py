@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, MachineError
 from finetune.model.distributed import gradient_norm, optimizer_states
 from finetune.model.distributed.engine import OneProcess, on_host
 from finetune.model.distributed.optimizer_states import States
@@ -135,7 +136,8 @@ class Sharding:
     def apply(self, model: Any) -> None:
         """Shard all weights of `model` that are not sharded yet, with one layer whole at a time.
 
-        Raises ConfigError for a model without layers that transformers can recompute, or with experts in 4 bit.
+        Raises ConfigError for a model without layers that transformers can recompute, or with experts in 4 bit;
+        MachineError for a quantized one with torch 2.11, whose shards of integers want a gradient.
         """
         _check(model)
         embeddings, last = _ends(model)
@@ -203,6 +205,12 @@ def _ends(model: Any) -> tuple[nn.Module | None, list[nn.Module]]:
 
 
 def _check(model: Any) -> None:
+    quantized = any(not weight.is_floating_point() for weight in model.parameters())
+    if quantized and Version(torch.__version__).release < (2, 12):
+        raise MachineError(
+            f"`distributed.kind: fsdp` shards a quantized base with torch 2.12 or newer, and this is "
+            f"{torch.__version__}: pip install -U torch, or set `ddp`"
+        )
     if not checkpointing.layers(model):
         raise ConfigError(
             f"`distributed.kind: fsdp` shards a model by its decoder layers, which transformers does not mark in "
