@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from finetune.config import OptimizerSection
-from finetune.errors import MachineError, first_line
+from finetune.errors import MachineError
 from finetune.extras.doctor.findings import Examination, Finding
 from finetune.model import precision
 from finetune.model.attention import backends
@@ -72,10 +72,6 @@ def _versions() -> Iterator[Finding]:
             yield Finding(wanted.name, "ok", f"{version} (of {supported})")
         else:
             yield Finding(wanted.name, "warning", f"{version}, outside of {supported}", install)
-    try:
-        importlib.import_module("transformers")
-    except Exception as error:  # a damaged installation may raise anything
-        yield Finding("transformers", "error", f"it cannot be imported: {first_line(error)}", "install it again")
 
 
 def _gpus(device: str) -> Iterator[Finding]:
