@@ -39,7 +39,7 @@ def of_program(
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 _NO_CONFIG = (
     "a config is needed: `finetune init MODEL DATA` writes one, such as `finetune init builtin:tiny-llama facts.csv`; "
-    "to try the program, `finetune train builtin:tiny_cpu` trains a built-in job in two minutes on a CPU"
+    "to try the program, `finetune train builtin:tiny_cpu` trains a built-in job on a CPU"
 )
 CHANGEABLE: set[str] = set()
 """The commands that take `section.key=value`."""

@@ -136,7 +136,14 @@ def test_another_job_or_card_has_a_plan_of_its_own(asked: Counted) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "gpu"),
-    [([], "cpu"), ([], None), ([], "auto"), (["output.serve=q4_k_m"], CARD), (["kernels.compile=layers"], CARD)],
+    [
+        ([], "cpu"),
+        ([], None),
+        ([], "auto"),
+        ([], ""),
+        (["output.serve=q4_k_m"], CARD),
+        (["kernels.compile=layers"], CARD),
+    ],
 )
 def test_a_plan_that_depends_on_more_is_not_kept(overrides: list[str], gpu: str | None) -> None:
     assert key([]) is not None
@@ -155,7 +162,11 @@ def test_a_base_in_the_hubs_cache_is_kept_where_it_cannot_change(
     (snapshot / "tokenizer_config.json").write_text("{}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert key([NAMED]) is None
-    assert key([NAMED, f"model.revision={'a' * 40}"]) is not None
+    pinned = f"model.revision={'a' * 40}"
+    assert key([NAMED, pinned]) is not None
+    other, theirs = "model.name=Qwen/Qwen3-8B", NAMED.replace("name", "tokenizer")
+    assert key([other, pinned]) is not None
+    assert key([other, theirs, pinned]) is None, "a revision is the base's"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert key([NAMED]) not in (None, in_catalog)
     assert key(["model.name=nobody/nothing"]) is None
